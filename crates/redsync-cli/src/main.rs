@@ -1,0 +1,2 @@
+//! The redsync program.
+fn main() {}
