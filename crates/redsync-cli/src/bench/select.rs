@@ -1,0 +1,189 @@
+//! `redsync bench select`: what choosing the k largest costs, in the steady state.
+
+use super::{Common, data::Dist, median, print_json, progress, table, time_ms};
+use anyhow::Result;
+use clap::Args;
+use redsync_core::{Compressor, Config, Gradient, Level, Selector, Sparse, Workspace, add_assign};
+use serde::Serialize;
+
+/// Steps before the measured ones, in which residuals and carried thresholds settle.
+const WARM_UP: u64 = 6;
+
+#[derive(Debug, Args)]
+pub struct Select {
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    n: usize,
+    k: usize,
+    density: f64,
+    threads: u16,
+    dist: Dist,
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    name: &'static str,
+    median_ms: f64,
+    selected_min: usize,
+    selected_max: usize,
+    exact: bool,
+}
+
+/// One algorithm with the state it carries from step to step.
+enum Contestant {
+    Accumulate(Vec<f32>),
+    Selector(Box<Compressor>, Workspace),
+    StdSelectNth { v: Vec<f32>, magnitudes: Vec<f32> },
+}
+
+/// What happened at one step.
+struct Outcome {
+    ms: f64,
+    selected: usize,
+    exact: bool,
+}
+
+impl Contestant {
+    fn name(&self) -> &'static str {
+        match self {
+            Contestant::Accumulate(_) => "accumulate",
+            Contestant::Selector(compressor, _) => compressor.config().selector.name(),
+            Contestant::StdSelectNth { .. } => "std-select-nth",
+        }
+    }
+
+    fn step(&mut self, step: u64, gradient: &[f32], k: usize) -> Result<Outcome> {
+        match self {
+            Contestant::Accumulate(v) => {
+                let (ms, ()) = time_ms(|| add_assign(Level::best(), v, gradient));
+                Ok(Outcome { ms, selected: 0, exact: false })
+            }
+            Contestant::Selector(compressor, workspace) => {
+                let (ms, done) = time_ms(|| compressor.select(step, Gradient::F32(gradient), 1.0, workspace));
+                done?;
+                let chosen = workspace.message();
+                let exact = is_top_k(chosen, compressor.residual().v(), k);
+                Ok(Outcome { ms, selected: chosen.len(), exact })
+            }
+            Contestant::StdSelectNth { v, magnitudes } => {
+                let (ms, least) = time_ms(|| {
+                    add_assign(Level::best(), v, gradient);
+                    for (magnitude, v) in magnitudes.iter_mut().zip(v.iter()) {
+                        *magnitude = v.abs();
+                    }
+                    let at = magnitudes.len() - k;
+                    *magnitudes.select_nth_unstable_by(at, f32::total_cmp).1
+                });
+                // Taking the elements out is not part of its time.
+                let chosen = v.iter_mut().filter(|v| **v != 0.0 && v.abs() >= least);
+                let selected = chosen.map(|v| *v = 0.0).count();
+                Ok(Outcome { ms, selected, exact: selected == k })
+            }
+        }
+    }
+}
+
+/// Whether `chosen` are precisely the k largest magnitudes, given what is left of the residual: nothing left may be
+/// larger than the least that was chosen, nor as large at a smaller index.
+fn is_top_k(chosen: &Sparse, rest: &[f32], k: usize) -> bool {
+    let least = chosen.iter().map(|(_, value)| value.abs()).fold(f32::INFINITY, f32::min);
+    let last_least = chosen.iter().filter(|(_, value)| value.abs() == least).map(|(index, _)| index).max();
+    let none_left = || rest.iter().all(|v| *v == 0.0);
+    let beaten =
+        |index: usize, v: f32| v.abs() < least || (v.abs() == least && Some(index as u32) > last_least);
+    match chosen.len() {
+        len if len == k => rest.iter().enumerate().all(|(i, v)| *v == 0.0 || beaten(i, *v)),
+        len => len < k && none_left(),
+    }
+}
+
+impl Select {
+    pub fn run(self) -> Result<()> {
+        let rows = self.common.in_pool(|| self.measure())?;
+        let Common { n, density, threads, dist, json, .. } = self.common;
+        let k = self.common.k();
+        if json {
+            return print_json(&Report { n, k, density: density.fraction(), threads, dist, rows });
+        }
+        let pass = rows.first().map_or(1.0, |row| row.median_ms);
+        let slowest = rows.last().map_or(1.0, |row| row.median_ms);
+        let mut out = table(&["selector", "median", "passes", "vs std", "selected", "exactly top k"]);
+        for row in &rows {
+            let selected = match (row.selected_min, row.selected_max) {
+                _ if row.name == "accumulate" => String::new(),
+                (least, most) if least == most => format!("{least}"),
+                (least, most) => format!("{least} to {most}"),
+            };
+            out.add_row([
+                row.name.to_string(),
+                format!("{:.2} ms", row.median_ms),
+                format!("{:.2}", row.median_ms / pass),
+                format!("{:.1} x", slowest / row.median_ms),
+                selected,
+                match row.name {
+                    "accumulate" => "",
+                    _ if row.exact => "yes",
+                    _ => "no",
+                }
+                .to_string(),
+            ]);
+        }
+        println!("{}\n{out}", self.common.describe());
+        println!(
+            "A time includes the accumulation; passes: the time as a multiple of accumulate (v += g) alone."
+        );
+        Ok(())
+    }
+
+    fn measure(&self) -> Result<Vec<Row>> {
+        let Common { n, density, threads, dist, steps, seed, .. } = self.common;
+        let k = self.common.k();
+        let mut contestants = vec![Contestant::Accumulate(vec![0.0; n])];
+        for selector in Selector::ALL {
+            let compressor =
+                Compressor::new(0, "bench", n, Config { density, selector, ..Config::default() })?;
+            contestants.push(Contestant::Selector(Box::new(compressor), Workspace::new(threads.into())));
+        }
+        contestants.push(Contestant::StdSelectNth { v: vec![0.0; n], magnitudes: vec![0.0; n] });
+        let mut rows: Vec<(Row, Vec<f64>)> = contestants
+            .iter()
+            .map(|c| Row {
+                name: c.name(),
+                median_ms: 0.0,
+                selected_min: usize::MAX,
+                selected_max: 0,
+                exact: true,
+            })
+            .map(|row| (row, Vec::new()))
+            .collect();
+        let bar = progress(WARM_UP + u64::from(steps), "selecting");
+        let mut gradient = vec![0.0; n];
+        for step in 0..WARM_UP + u64::from(steps) {
+            dist.fill(&mut gradient, seed, step);
+            // The order rotates, so that no contestant always finds the gradient in the cache.
+            for turn in 0..contestants.len() {
+                let at = (turn + step as usize) % contestants.len();
+                let outcome = contestants[at].step(step, &gradient, k)?;
+                if step >= WARM_UP {
+                    let (row, times) = &mut rows[at];
+                    times.push(outcome.ms);
+                    row.selected_min = row.selected_min.min(outcome.selected);
+                    row.selected_max = row.selected_max.max(outcome.selected);
+                    row.exact &= outcome.exact;
+                }
+            }
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        let finish = |(mut row, mut times): (Row, Vec<f64>)| {
+            row.median_ms = median(&mut times);
+            row
+        };
+        Ok(rows.into_iter().map(finish).collect())
+    }
+}

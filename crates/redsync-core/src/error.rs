@@ -1,0 +1,62 @@
+//! What can be wrong with what a caller hands over. After any of these errors the state is what it was before the call.
+
+use thiserror::Error;
+
+/// Why a layer refused an input.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub enum Bad {
+    /// The gradient has another length than the layer.
+    #[error("the gradient has {got} elements, the layer has {expected}")]
+    Length {
+        /// Elements of the layer.
+        expected: usize,
+        /// Elements of the gradient.
+        got: usize,
+    },
+    /// The gradient holds NaN or an infinity.
+    #[error("the gradient is {value} at element {index}")]
+    NotFinite {
+        /// The first such element.
+        index: usize,
+        /// Its value.
+        value: f32,
+    },
+    /// The gradient is finite, but the sum with what was accumulated before is not.
+    #[error("the accumulated gradient overflows at element {index}")]
+    Overflow {
+        /// The first such element.
+        index: usize,
+    },
+    /// The scale of the gradient (1/N) is not a finite number.
+    #[error("the gradient cannot be scaled by {0}")]
+    Scale(f32),
+}
+
+/// An error of one layer, at one step.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[error("layer {layer}, step {step}: {why}")]
+pub struct LayerError {
+    /// The layer's name.
+    pub layer: String,
+    /// The global step.
+    pub step: u64,
+    /// What is wrong.
+    pub why: Bad,
+}
+
+/// A configuration that cannot work.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub enum ConfigError {
+    /// The density is not a number above 0 and at most 1.
+    #[error("density {0} is not above 0 and at most 1")]
+    Density(f64),
+    /// The momentum is not a number from 0 to below 1.
+    #[error("momentum {0} is not at least 0 and below 1")]
+    Momentum(f32),
+    /// Sampled selection reuses a threshold of another step, and so of another sign.
+    #[error("sampled selection cannot be combined with quantization: choose carried, threshold or trimmed")]
+    SampledQuantized,
+    /// Indices are 32 bits wide.
+    #[error("{0} elements are too many for one layer (at most 2^32 - 1)")]
+    TooLong(usize),
+}

@@ -1,0 +1,44 @@
+//! Carried threshold (ruling 14): the accumulating pass compares with a threshold carried from the last step and set a
+//! little low, so that it finds somewhat more than k candidates; an exact top-k of those few finishes. Only when fewer
+//! than k are found a second pass, read only, is made.
+
+use super::Remembered;
+use crate::phase::Phase;
+use crate::workspace::Workspace;
+
+/// How far the threshold falls when there were too few candidates to see the rank it should have.
+const LOWER: f32 = 0.97;
+/// Bounds of the change from step to step that is carried on.
+const GROWTH: std::ops::RangeInclusive<f32> = 0.5..=2.0;
+
+/// Candidates wanted besides the k chosen: enough for what changes from step to step (a quarter) and for chance.
+fn margin(k: usize) -> usize {
+    k / 4 + 2 * k.isqrt()
+}
+
+pub(super) fn finish(
+    memory: &mut Remembered,
+    v: &[f32],
+    phase: Phase,
+    k: usize,
+    floor: f32,
+    workspace: &mut Workspace,
+) {
+    if workspace.found() < k && floor > 0.0 {
+        workspace.scan(v, phase, 0.0, 2 * k);
+    }
+    let found = workspace.found();
+    let least = workspace.choose(k).map_or(0.0, |key| key.magnitude());
+    let wanted = if found >= k + margin(k) {
+        // The candidates that were not chosen stand first in the scratch, in no order.
+        let rest = &mut workspace.scratch[..found - k];
+        let at = rest.len() - margin(k);
+        rest.select_nth_unstable(at).1.magnitude()
+    } else {
+        floor * LOWER
+    };
+    // While a residual fills up its threshold rises by the same factor again and again: carry that on, cautiously.
+    let growth = if memory.least > 0.0 { least / memory.least } else { 1.0 };
+    let trend = growth.min(memory.growth).clamp(*GROWTH.start(), *GROWTH.end());
+    *memory = Remembered { threshold: wanted * trend, least, growth, searched: 0 };
+}

@@ -1,0 +1,135 @@
+//! The chosen elements of one layer: sorted indices with their values, or with one value for all.
+//! Made by a compressor or by the decoder, both of which guarantee: indices strictly increasing and below n, values
+//! finite, as many values as indices or one mean.
+
+use crate::phase::Phase;
+use thiserror::Error;
+
+/// Why parts do not make a sparse vector.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub enum SparseError {
+    /// Not as many values as indices.
+    #[error("{indices} indices but {values} values")]
+    Lengths {
+        /// Number of indices.
+        indices: usize,
+        /// Number of values.
+        values: usize,
+    },
+    /// An index does not follow the one before it, or is outside the vector.
+    #[error("the index at position {position} is not between its predecessor and {n}")]
+    Index {
+        /// Position of the index.
+        position: usize,
+        /// Elements of the dense vector.
+        n: u32,
+    },
+    /// A value is NaN or infinite.
+    #[error("the value at position {position} is not finite")]
+    Value {
+        /// Position of the value.
+        position: usize,
+    },
+}
+
+/// The first position whose index does not follow the one before it or is not below `n`.
+pub(crate) fn first_bad_index(indices: &[u32], n: u32) -> Option<usize> {
+    (0..indices.len()).find(|i| indices[*i] >= n || (*i > 0 && indices[*i - 1] >= indices[*i]))
+}
+
+/// The first position whose value is not finite.
+pub(crate) fn first_bad_value<'a>(values: impl IntoIterator<Item = &'a f32>) -> Option<usize> {
+    values.into_iter().position(|value| !value.is_finite())
+}
+
+/// A sparse vector of `n` elements. Its buffers are reused when it is filled again.
+#[derive(Clone, Debug, Default)]
+pub struct Sparse {
+    pub(crate) n: u32,
+    pub(crate) indices: Vec<u32>,
+    pub(crate) values: Vec<f32>,
+    pub(crate) mean: Option<f32>,
+    pub(crate) phase: Option<Phase>,
+}
+
+impl Sparse {
+    /// An empty vector of no elements, to be filled by a decoder.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A sparse vector of `n` elements from sorted indices and their values.
+    ///
+    /// ```
+    /// use redsync_core::Sparse;
+    /// let sparse = Sparse::from_parts(10, vec![2, 7], vec![1.0, -1.0])?;
+    /// assert_eq!(sparse.value(1), Some(-1.0));
+    /// assert!(Sparse::from_parts(10, vec![7, 2], vec![1.0, -1.0]).is_err());
+    /// # Ok::<(), redsync_core::SparseError>(())
+    /// ```
+    pub fn from_parts(n: u32, indices: Vec<u32>, values: Vec<f32>) -> Result<Self, SparseError> {
+        if indices.len() != values.len() {
+            return Err(SparseError::Lengths { indices: indices.len(), values: values.len() });
+        }
+        if let Some(position) = first_bad_index(&indices, n) {
+            return Err(SparseError::Index { position, n });
+        }
+        match first_bad_value(&values) {
+            Some(position) => Err(SparseError::Value { position }),
+            None => Ok(Sparse { n, indices, values, mean: None, phase: None }),
+        }
+    }
+
+    /// Elements of the dense vector that this is a part of.
+    pub fn dense_len(&self) -> usize {
+        self.n as usize
+    }
+
+    /// Number of elements held.
+    pub fn len(&self) -> usize {
+        self.indices.len()
+    }
+
+    /// Whether no element is held: a legal message.
+    pub fn is_empty(&self) -> bool {
+        self.indices.is_empty()
+    }
+
+    /// The indices, strictly increasing.
+    pub fn indices(&self) -> &[u32] {
+        &self.indices
+    }
+
+    /// The value at a position of [`Sparse::indices`].
+    pub fn value(&self, position: usize) -> Option<f32> {
+        match self.mean {
+            Some(mean) => (position < self.len()).then_some(mean),
+            None => self.values.get(position).copied(),
+        }
+    }
+
+    /// The value that all elements share, if they were quantized.
+    pub fn mean(&self) -> Option<f32> {
+        self.mean
+    }
+
+    /// Which signs competed.
+    pub fn phase(&self) -> Phase {
+        self.phase.unwrap_or(Phase::Both)
+    }
+
+    /// Index and value of every element, in index order.
+    pub fn iter(&self) -> impl Iterator<Item = (u32, f32)> + '_ {
+        let mean = self.mean;
+        self.indices
+            .iter()
+            .enumerate()
+            .map(move |(i, index)| (*index, mean.unwrap_or_else(|| self.values[i])))
+    }
+
+    pub(crate) fn clear(&mut self, n: u32, phase: Phase) {
+        self.indices.clear();
+        self.values.clear();
+        (self.n, self.mean, self.phase) = (n, None, Some(phase));
+    }
+}
