@@ -1,1 +1,75 @@
-//! Collectives among the ranks of a group.
+//! Collectives among the ranks of a group: a variable-length allgather, a dense sum, a barrier. Owned buffers go in, owned
+//! buffers come out through a [`Pending`] that can be polled or waited for with a deadline.
+//!
+//! What holds on every engine:
+//! - Collectives are matched in the order in which each rank starts them. The [`Tag`] travels along, so ranks that
+//!   disagree get [`CommError::Mismatch`], never a hang or a wrong result.
+//! - Sums are taken in rank order: the same bits on every rank, in every run and on every engine.
+//! - Every wait has a deadline. After an error a communicator is broken: what was started before the failed collective may
+//!   still finish, everything later fails at once with the same cause.
+//!
+//! | engine | ranks are | made by |
+//! | --- | --- | --- |
+//! | [`local`] | threads of one process | [`local::group`] |
+//! | [`mpi`] | processes under `mpirun` or a batch system (feature `mpi`) | [`mpi::world`] |
+//!
+//! A further engine implements [`Communicator`] and [`Operation`], and has to pass `tests/conformance`.
+//!
+//! ```
+//! use redsync_comm::{CommError, Communicator, Tag, local};
+//! use std::time::Duration;
+//!
+//! fn train(comm: &dyn Communicator) -> Result<f32, CommError> {
+//!     let deadline = Duration::from_secs(60);
+//!     // Both are under way before the first wait: this is where the gradient of the next layer is computed.
+//!     let mut messages = comm.allgather(Tag { step: 0, op: 0 }, vec![7; comm.rank()]);
+//!     let sum = comm.allreduce(Tag { step: 0, op: 1 }, vec![1.5, comm.rank() as f32]);
+//!     messages.poll();
+//!     let messages = messages.wait(deadline)?;
+//!     assert_eq!(messages.from_rank(2), [7, 7]);
+//!     Ok(sum.wait(deadline)?[1])
+//! }
+//!
+//! let ranks: Vec<_> =
+//!     local::group(4).into_iter().map(|comm| std::thread::spawn(move || train(&comm))).collect();
+//! for rank in ranks {
+//!     assert_eq!(rank.join().expect("no panic")?, 0.0 + 1.0 + 2.0 + 3.0);
+//! }
+//! # Ok::<(), CommError>(())
+//! ```
+
+mod call;
+mod error;
+mod gathered;
+pub mod local;
+pub mod mpi;
+mod pending;
+mod sum;
+
+pub use call::{Call, Kind, Tag};
+pub use error::CommError;
+pub use gathered::Gathered;
+pub use pending::{Operation, Pending};
+
+/// One rank's place in a group, and the collectives it can start there.
+///
+/// All three collectives return at once. They may be started from any thread; ranks must agree on the order.
+pub trait Communicator: Send + Sync {
+    /// This rank, from 0.
+    fn rank(&self) -> usize;
+
+    /// How many ranks the group has.
+    fn size(&self) -> usize;
+
+    /// The engine: `"local"` or `"mpi"`.
+    fn name(&self) -> &'static str;
+
+    /// Starts a variable-length allgather: every rank receives every rank's bytes, its own included.
+    fn allgather(&self, tag: Tag, message: Vec<u8>) -> Pending<Gathered>;
+
+    /// Starts a dense sum over the ranks, element by element, in rank order. All ranks must give equally many values.
+    fn allreduce(&self, tag: Tag, values: Vec<f32>) -> Pending<Vec<f32>>;
+
+    /// Starts a barrier: it is done when every rank has started it.
+    fn barrier(&self, tag: Tag) -> Pending<()>;
+}

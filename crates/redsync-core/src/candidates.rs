@@ -2,25 +2,38 @@
 //! Comes in: slices of a tensor. Goes out: keys. What must hold: the largest `keep` elements of what was passed over
 //! are among the keys, whatever the floor was raised to, and memory stays bounded by about twice `keep`.
 
-use crate::gradient::Gradient;
-use crate::kernel::{self, CHUNK, Key, Plan, Slices};
+use crate::kernel::{self, CHUNK, Key, Level, Stats};
+use crate::phase::Lens;
+use crate::residual::Progress;
 
 /// What one thread finds in its part of a tensor.
 #[derive(Debug, Default)]
 pub(crate) struct Candidates {
     pub keys: Vec<Key>,
+    /// Every element greater than this is among the keys.
+    pub floor: f32,
+    /// Statistics of each chunk, where they are wanted.
+    pub stats: Vec<Stats>,
+    /// Where a failed pass has to be undone.
+    pub progress: Progress,
     scratch: Vec<Key>,
-    floor: f32,
     keep: usize,
 }
 
 impl Candidates {
     fn begin(&mut self, floor: f32, keep: usize, len: usize) {
-        self.keys.clear();
+        self.clear();
         (self.floor, self.keep) = (floor, keep);
         if floor < f32::INFINITY {
             self.keys.reserve((self.limit() + CHUNK).min(len));
         }
+    }
+
+    /// Forgets everything.
+    pub fn clear(&mut self) {
+        self.keys.clear();
+        self.stats.clear();
+        self.floor = 0.0;
     }
 
     fn limit(&self) -> usize {
@@ -29,7 +42,7 @@ impl Candidates {
 
     /// Before the next chunk: with too many keys, only the largest `keep` stay, and the floor rises to the smallest of
     /// them. What comes later has a larger index, so an equal magnitude loses, as it should.
-    fn bound(&mut self) {
+    pub fn bound(&mut self) {
         if self.keys.len() > self.limit() {
             let least = largest(&mut self.keys, self.keep, &mut self.scratch);
             self.floor = least.magnitude();
@@ -48,69 +61,61 @@ pub(crate) fn largest(keys: &mut Vec<Key>, k: usize, scratch: &mut Vec<Key>) -> 
     least
 }
 
-/// A part of a tensor on its way through a pass; u and the next values are empty where the rule has no use for them.
-#[derive(Debug)]
-pub(crate) struct Span<'a> {
-    pub gradient: Gradient<'a>,
-    pub u: &'a [f32],
-    pub u_next: &'a mut [f32],
-    pub v: &'a [f32],
-    pub v_next: &'a mut [f32],
-    pub base: u32,
-}
-
-impl<'a> Span<'a> {
-    /// A span that is only read.
-    pub fn read(v: &'a [f32]) -> Self {
-        Span { gradient: Gradient::F32(&[]), u: &[], u_next: &mut [], v, v_next: &mut [], base: 0 }
-    }
-
-    fn split_at(self, mid: usize) -> (Self, Self) {
-        let cut = |len: usize| mid.min(len);
-        let (g0, g1) = self.gradient.split_at(cut(self.gradient.len()));
-        let (u0, u1) = self.u.split_at(cut(self.u.len()));
-        let at = cut(self.u_next.len());
-        let (un0, un1) = self.u_next.split_at_mut(at);
-        let (v0, v1) = self.v.split_at(mid);
-        let at = cut(self.v_next.len());
-        let (vn0, vn1) = self.v_next.split_at_mut(at);
-        (
-            Span { gradient: g0, u: u0, u_next: un0, v: v0, v_next: vn0, base: self.base },
-            Span { gradient: g1, u: u1, u_next: un1, v: v1, v_next: vn1, base: self.base + mid as u32 },
-        )
-    }
-
-    /// One thread's pass.
-    fn run(mut self, plan: &Plan, into: &mut Candidates) -> bool {
-        let mut buffer = [0f32; CHUNK];
-        let mut finite = true;
-        while !self.v.is_empty() {
-            let mid = self.v.len().min(CHUNK);
-            let (Span { gradient, u, u_next, v, v_next, base }, rest) = self.split_at(mid);
-            let slices = Slices { gradient: gradient.as_f32(&mut buffer), u, u_next, v, v_next, base };
-            into.bound();
-            finite &= kernel::pass(plan, into.floor, slices, &mut into.keys);
-            self = rest;
-        }
-        finite
-    }
+/// Something with a length that can be cut in two for two threads.
+pub(crate) trait Split: Sized + Send {
+    fn len(&self) -> usize;
+    fn split_at(self, mid: usize) -> (Self, Self);
 }
 
 /// Runs a pass over a span with one thread per element of `parts`, each collecting what it finds above `floor` and at
-/// least its largest `keep`. Returns false if a value that is not finite came out.
-pub(crate) fn gather(plan: &Plan, floor: f32, keep: usize, span: Span<'_>, parts: &mut [Candidates]) -> bool {
+/// least its largest `keep`.
+pub(crate) fn gather<S: Split>(
+    floor: f32,
+    keep: usize,
+    span: S,
+    parts: &mut [Candidates],
+    run: &(impl Fn(S, &mut Candidates) + Sync),
+) {
     if let [part] = parts {
-        part.begin(floor, keep, span.v.len());
-        return span.run(plan, part);
+        part.begin(floor, keep, span.len());
+        return run(span, part);
     }
-    // Cuts on cache lines keep the writes of neighbours apart and aligned.
+    // Cuts between chunks: each chunk's statistics, and so their sum, are the same for any number of threads.
     let half = parts.len() / 2;
-    let mid = (span.v.len() * half / parts.len()) & !63;
+    let mid = span.len() * half / parts.len() / CHUNK * CHUNK;
     let (left, right) = span.split_at(mid);
     let (left_parts, right_parts) = parts.split_at_mut(half);
-    let (a, b) = rayon::join(
-        || gather(plan, floor, keep, left, left_parts),
-        || gather(plan, floor, keep, right, right_parts),
+    rayon::join(
+        || gather(floor, keep, left, left_parts, run),
+        || gather(floor, keep, right, right_parts, run),
     );
-    a && b
+}
+
+/// A part of a tensor that is only read, from element `base` on.
+pub(crate) struct Read<'a> {
+    pub v: &'a [f32],
+    pub base: u32,
+}
+
+impl Split for Read<'_> {
+    fn len(&self) -> usize {
+        self.v.len()
+    }
+
+    fn split_at(self, mid: usize) -> (Self, Self) {
+        let (left, right) = self.v.split_at(mid);
+        (Read { v: left, base: self.base }, Read { v: right, base: self.base + mid as u32 })
+    }
+}
+
+impl Read<'_> {
+    /// One thread's pass.
+    pub fn scan(self, level: Level, lens: Lens, into: &mut Candidates) {
+        let mut base = self.base;
+        for chunk in self.v.chunks(CHUNK) {
+            into.bound();
+            kernel::scan(level, lens, into.floor, chunk, base, &mut into.keys);
+            base += chunk.len() as u32;
+        }
+    }
 }

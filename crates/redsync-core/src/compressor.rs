@@ -1,5 +1,5 @@
 //! One layer on the sending side: gradient in, message out, state saved and loaded.
-//! What must hold: an input that is refused changes nothing, and the last step can be taken back.
+//! What must hold: an input that is refused changes nothing.
 
 use crate::density::Density;
 use crate::error::{Bad, ConfigError, LayerError};
@@ -33,10 +33,13 @@ pub struct Config {
     pub momentum: Momentum,
     /// Clear the momentum of what was sent.
     pub masking: bool,
+    /// Keep u and v of the step before: a refused gradient then leaves exactly the old state for a layer of any size (else
+    /// up to one rounding in layers of more than 65,536 elements), and the last step can be taken back.
+    pub undo: bool,
 }
 
 impl Default for Config {
-    /// 0.1%, carried threshold, f32 values, Rice-coded indices, no momentum, masking.
+    /// 0.1%, carried threshold, f32 values, Rice-coded indices, no momentum, masking, no undo.
     fn default() -> Self {
         Config {
             density: Density::default(),
@@ -45,6 +48,7 @@ impl Default for Config {
             indices: IndexCode::default(),
             momentum: Momentum::default(),
             masking: true,
+            undo: false,
         }
     }
 }
@@ -94,7 +98,7 @@ impl Compressor {
     /// A compressor with an empty residual. `layer` travels in the messages, `name` appears in errors.
     pub fn new(layer: u32, name: impl Into<String>, n: usize, config: Config) -> Result<Self, ConfigError> {
         let memory = Memory::default();
-        let residual = |n: u32| Residual::new(n as usize, config.momentum);
+        let residual = |n: u32| Residual::new(n as usize, config.momentum, config.undo);
         config.check(n).map(|n| Compressor {
             layer,
             name: name.into(),
@@ -183,12 +187,10 @@ impl Compressor {
             return Err(refuse(Bad::Scale(scale)));
         }
         let (phase, k) = (self.phase(step), density.k(self.n as usize));
-        let floor = selector.floor(&self.memory, phase);
-        self.residual
-            .accumulate(gradient, scale, phase, floor, selector.keep(k), workspace)
-            .map_err(refuse)?;
+        let wanted = selector.wants(&self.memory, phase, k);
+        self.residual.accumulate(gradient, scale, phase, wanted, workspace).map_err(refuse)?;
         self.memory_before = self.memory;
-        selector.finish(&mut self.memory, self.residual.v(), phase, k, floor, workspace);
+        selector.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
         self.take_out(values, masking, phase, workspace);
         Ok(())
     }
@@ -225,7 +227,7 @@ impl Compressor {
     }
 
     /// Takes the last step back, as if its gradient had never come: for a step that failed elsewhere or is to be
-    /// skipped. Returns false if there is none to take back.
+    /// skipped. Returns false if there is none to take back, or without [`Config::undo`].
     pub fn roll_back(&mut self) -> bool {
         let done = self.residual.roll_back();
         if done {

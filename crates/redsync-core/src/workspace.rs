@@ -1,15 +1,13 @@
 //! Buffers that the stages reuse from layer to layer and step to step, and how many threads they may use.
 //! After the first few steps nothing here grows.
 
-use crate::candidates::{Candidates, Span, gather, largest};
-use crate::kernel::{self, CHUNK, Key, Level, Plan, Rule, Stats, THRESHOLDS};
+use crate::candidates::{Candidates, Read, Split, gather, largest};
+use crate::kernel::{Key, Level, Stats};
 use crate::phase::Phase;
 use crate::sparse::Sparse;
 
 /// Below this many elements one thread is faster than two (`redsync bench select --threads 2`).
 pub(crate) const PARALLEL_FROM: usize = 1 << 18;
-/// Elements in one leaf of a reduction. Fixed: the shape of the tree, and so every rounding, depends on n alone.
-const LEAF: usize = 1 << 16;
 
 /// Scratch memory and thread count of one compressing thread; serves any number of layers, one at a time.
 ///
@@ -62,21 +60,31 @@ impl Workspace {
         self.parts.len()
     }
 
-    /// One pass over a span: applies the rule and collects what is greater than `floor`, and at least the largest
-    /// `keep` of that. Returns false if a value that is not finite came out.
-    pub(crate) fn gather(&mut self, plan: &Plan, floor: f32, keep: usize, span: Span<'_>) -> bool {
-        let threads = if span.v.len() < PARALLEL_FROM { 1 } else { self.parts.len() };
-        for idle in &mut self.parts[threads..] {
-            idle.keys.clear();
-        }
-        gather(plan, floor, keep, span, &mut self.parts[..threads])
+    /// One pass over a span, which collects what is greater than `floor`, and at least the largest `keep` of that.
+    /// Returns the parts that worked on it.
+    pub(crate) fn gather<S: Split>(
+        &mut self,
+        floor: f32,
+        keep: usize,
+        span: S,
+        run: &(impl Fn(S, &mut Candidates) + Sync),
+    ) -> &mut [Candidates] {
+        let threads = if span.len() < PARALLEL_FROM { 1 } else { self.parts.len() };
+        let (busy, idle) = self.parts.split_at_mut(threads);
+        idle.iter_mut().for_each(Candidates::clear);
+        gather(floor, keep, span, busy, run);
+        busy
     }
 
     /// Collects what is greater than `floor` in a tensor that is only read.
     pub(crate) fn scan(&mut self, v: &[f32], phase: Phase, floor: f32, keep: usize) {
-        let plan =
-            Plan { level: self.level, rule: Rule::Read, scale: 1.0, lens: phase.lens(), stream: false };
-        self.gather(&plan, floor, keep, Span::read(v));
+        let (level, lens) = (self.level, phase.lens());
+        self.gather(floor, keep, Read { v, base: 0 }, &|span, into| span.scan(level, lens, into));
+    }
+
+    /// Every element greater than this was found by the last pass.
+    pub(crate) fn floor(&self) -> f32 {
+        self.parts.iter().map(|part| part.floor).fold(0.0, f32::max)
     }
 
     /// How many candidates the last pass left.
@@ -98,46 +106,21 @@ impl Workspace {
         self.keys.iter().min().copied()
     }
 
-    /// Statistics of the elements that compete.
-    pub(crate) fn stats(&self, v: &[f32], phase: Phase) -> Stats {
-        let (level, lens) = (self.level, phase.lens());
-        let leaf = |v: &[f32]| {
-            v.chunks(CHUNK).map(|v| kernel::stats(level, lens, v)).fold(Stats::default(), join_stats)
-        };
-        tree(v, self.parts.len() > 1, &leaf, &join_stats)
+    /// How many candidates of the last pass are greater than `threshold`.
+    pub(crate) fn found_above(&self, threshold: f32) -> usize {
+        let keys = self.parts.iter().flat_map(|part| &part.keys);
+        keys.filter(|key| key.magnitude() > threshold).count()
     }
 
-    /// How many elements are greater than each threshold.
-    pub(crate) fn count_above(&self, v: &[f32], phase: Phase, at: &[f32; THRESHOLDS]) -> [u64; THRESHOLDS] {
-        let (level, lens) = (self.level, phase.lens());
-        let join = |a: [u64; THRESHOLDS], b: [u64; THRESHOLDS]| std::array::from_fn(|i| a[i] + b[i]);
-        let leaf = |v: &[f32]| {
-            v.chunks(CHUNK).map(|v| kernel::count_above(level, lens, at, v)).fold([0; THRESHOLDS], join)
-        };
-        tree(v, self.parts.len() > 1, &leaf, &join)
+    /// Chooses the candidates of the last pass that are greater than `threshold`.
+    pub(crate) fn choose_above(&mut self, threshold: f32) {
+        self.keys.clear();
+        let keys = self.parts.iter().flat_map(|part| &part.keys);
+        self.keys.extend(keys.filter(|key| key.magnitude() > threshold));
     }
-}
 
-fn join_stats(a: Stats, b: Stats) -> Stats {
-    Stats { sum: a.sum + b.sum, max: a.max.max(b.max), count: a.count + b.count }
-}
-
-/// Reduces a slice along a tree whose shape depends on its length alone.
-fn tree<T: Send>(
-    v: &[f32],
-    parallel: bool,
-    leaf: &(impl Fn(&[f32]) -> T + Sync),
-    join: &(impl Fn(T, T) -> T + Sync),
-) -> T {
-    if v.len() <= LEAF {
-        return leaf(v);
+    /// Statistics of the last accumulating pass.
+    pub(crate) fn stats(&self) -> Stats {
+        self.parts.iter().flat_map(|part| &part.stats).copied().fold(Stats::default(), Stats::join)
     }
-    let leaves = v.len().div_ceil(LEAF);
-    let (a, b) = v.split_at(leaves / 2 * LEAF);
-    let (a, b) = if parallel && v.len() >= PARALLEL_FROM {
-        rayon::join(|| tree(a, parallel, leaf, join), || tree(b, parallel, leaf, join))
-    } else {
-        (tree(a, parallel, leaf, join), tree(b, parallel, leaf, join))
-    };
-    join(a, b)
 }

@@ -3,7 +3,7 @@
 use super::{Common, data::Dist, median, print_json, progress, table, time_ms};
 use anyhow::Result;
 use clap::Args;
-use redsync_core::{Compressor, Config, Gradient, Level, Selector, Sparse, Workspace, add_assign};
+use redsync_core::{Compressor, Config, Field, Gradient, Level, Selector, Sparse, Workspace, add_assign};
 use serde::Serialize;
 
 /// Steps before the measured ones, in which residuals and carried thresholds settle.
@@ -36,9 +36,9 @@ struct Row {
 
 /// One algorithm with the state it carries from step to step.
 enum Contestant {
-    Accumulate(Vec<f32>),
+    Accumulate(Field),
     Selector(Box<Compressor>, Workspace),
-    StdSelectNth { v: Vec<f32>, magnitudes: Vec<f32> },
+    StdSelectNth { v: Field, magnitudes: Field },
 }
 
 /// What happened at one step.
@@ -143,13 +143,13 @@ impl Select {
     fn measure(&self) -> Result<Vec<Row>> {
         let Common { n, density, threads, dist, steps, seed, .. } = self.common;
         let k = self.common.k();
-        let mut contestants = vec![Contestant::Accumulate(vec![0.0; n])];
+        let mut contestants = vec![Contestant::Accumulate(Field::zeros(n))];
         for selector in Selector::ALL {
             let compressor =
                 Compressor::new(0, "bench", n, Config { density, selector, ..Config::default() })?;
             contestants.push(Contestant::Selector(Box::new(compressor), Workspace::new(threads.into())));
         }
-        contestants.push(Contestant::StdSelectNth { v: vec![0.0; n], magnitudes: vec![0.0; n] });
+        contestants.push(Contestant::StdSelectNth { v: Field::zeros(n), magnitudes: Field::zeros(n) });
         let mut rows: Vec<(Row, Vec<f64>)> = contestants
             .iter()
             .map(|c| Row {
@@ -162,7 +162,7 @@ impl Select {
             .map(|row| (row, Vec::new()))
             .collect();
         let bar = progress(WARM_UP + u64::from(steps), "selecting");
-        let mut gradient = vec![0.0; n];
+        let mut gradient = Field::zeros(n);
         for step in 0..WARM_UP + u64::from(steps) {
             dist.fill(&mut gradient, seed, step);
             // The order rotates, so that no contestant always finds the gradient in the cache.

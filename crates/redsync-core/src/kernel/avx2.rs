@@ -3,108 +3,148 @@
 #![allow(unsafe_code)]
 
 use super::portable::{self, StatLanes};
-use super::{Key, LANES, Level, MOMENTUM, NESTEROV, PLAIN, Plan, READ, Slices, Stats, THRESHOLDS};
+use super::{CHUNK, Key, LANES, Level, MOMENTUM, Outcome, PLAIN, Plan, Slices};
 use crate::phase::Lens;
 use std::arch::x86_64::*;
 
 const VECTORS: usize = LANES / 8;
+const BLOCKS: usize = CHUNK / LANES;
 
 /// Proof that AVX2 is there; the check is one load after the first.
 fn require_avx2() {
     assert!(Level::best() == Level::Avx2, "this machine has no AVX2");
 }
 
-pub(super) fn pass<const KIND: u8>(
+pub(super) fn pass<const KIND: u8, const STATS: bool>(
     plan: &Plan,
     floor: f32,
     slices: Slices<'_>,
     found: &mut Vec<Key>,
-) -> bool {
+) -> Outcome {
     require_avx2();
     let n = slices.v.len();
-    if KIND != READ {
-        assert!(
-            slices.gradient.len() == n && slices.v_next.len() == n,
-            "slices of one pass differ in length"
-        );
-    }
-    if KIND == MOMENTUM || KIND == NESTEROV {
-        assert!(slices.u.len() == n && slices.u_next.len() == n, "slices of one pass differ in length");
+    assert!(
+        n <= CHUNK && slices.gradient.len() == n && slices.saved_v.len() == n,
+        "slices of one pass differ"
+    );
+    if KIND != PLAIN {
+        assert!(slices.u.len() == n && slices.saved_u.len() == n, "slices of one pass differ");
     }
     let aligned = |p: *const f32| p.cast::<__m256>().is_aligned();
     let stream = plan.stream
-        && KIND != READ
-        && aligned(slices.v_next.as_ptr())
-        && (KIND == PLAIN || aligned(slices.u_next.as_ptr()));
+        && aligned(slices.saved_v.as_ptr())
+        && (KIND == PLAIN || aligned(slices.saved_u.as_ptr()));
     // SAFETY: AVX2 is there and the lengths agree, both checked above; STREAM only with aligned outputs.
     unsafe {
         if stream {
-            pass_lanes::<KIND, true>(plan, floor, slices, found)
+            pass_lanes::<KIND, STATS, true>(plan, floor, slices, found)
         } else {
-            pass_lanes::<KIND, false>(plan, floor, slices, found)
+            pass_lanes::<KIND, STATS, false>(plan, floor, slices, found)
         }
     }
 }
 
 /// # Safety
-/// Needs AVX2. All slices that KIND uses must be as long as `slices.v`; with STREAM, `u_next` and `v_next` must be
-/// aligned to 32 bytes if used.
+/// Needs AVX2. All slices that KIND uses must be as long as `slices.v`, at most a chunk; with STREAM, those that receive
+/// saved values must be aligned to 32 bytes.
 #[target_feature(enable = "avx2")]
-unsafe fn pass_lanes<const KIND: u8, const STREAM: bool>(
+unsafe fn pass_lanes<const KIND: u8, const STATS: bool, const STREAM: bool>(
     plan: &Plan,
     floor: f32,
     slices: Slices<'_>,
     found: &mut Vec<Key>,
-) -> bool {
+) -> Outcome {
     let n = slices.v.len();
     let whole = n - n % LANES;
     let lens = Lanes::new(plan.lens);
     let (floor_lanes, scale, m) =
         (_mm256_set1_ps(floor), _mm256_set1_ps(plan.scale), _mm256_set1_ps(plan.rule.coefficient()));
-    let mut bad = _mm256_setzero_ps();
-    for begin in (0..whole).step_by(LANES) {
-        let mut value = [_mm256_setzero_ps(); VECTORS];
-        let mut above = [_mm256_setzero_ps(); VECTORS];
-        for j in 0..VECTORS {
-            let at = begin + 8 * j;
+    let (g, u, v) = (slices.gradient.as_ptr(), slices.u.as_mut_ptr(), slices.v.as_mut_ptr());
+    let (saved_u, saved_v) = (slices.saved_u.as_mut_ptr(), slices.saved_v.as_mut_ptr());
+    let zero = _mm256_setzero_ps();
+    let (mut sum, mut max, mut count) = (zero, zero, _mm256_setzero_si256());
+    let mut bad = zero;
+    let mut masks = [0u32; BLOCKS];
+    for (block, mask) in masks[..whole / LANES].iter_mut().enumerate() {
+        let mut above = [zero; VECTORS];
+        for (j, above) in above.iter_mut().enumerate() {
+            let at = block * LANES + 8 * j;
             // SAFETY: at + 8 <= whole <= the length of every slice that KIND uses; alignment as promised.
-            value[j] = unsafe {
-                let v = _mm256_loadu_ps(slices.v.as_ptr().add(at));
-                if KIND == READ {
-                    v
+            let value = unsafe {
+                let g = _mm256_mul_ps(_mm256_loadu_ps(g.add(at)), scale);
+                let step = if KIND == PLAIN {
+                    g
                 } else {
-                    let g = _mm256_mul_ps(_mm256_loadu_ps(slices.gradient.as_ptr().add(at)), scale);
-                    let step = if KIND == PLAIN {
-                        g
+                    let old = _mm256_loadu_ps(u.add(at));
+                    store::<STREAM>(saved_u.add(at), old);
+                    let next = if KIND == MOMENTUM {
+                        _mm256_add_ps(_mm256_mul_ps(m, old), g)
                     } else {
-                        let u = _mm256_loadu_ps(slices.u.as_ptr().add(at));
-                        let next = if KIND == MOMENTUM {
-                            _mm256_add_ps(_mm256_mul_ps(m, u), g)
-                        } else {
-                            _mm256_mul_ps(m, _mm256_add_ps(u, g))
-                        };
-                        store::<STREAM>(slices.u_next.as_mut_ptr().add(at), next);
-                        if KIND == MOMENTUM { next } else { _mm256_add_ps(next, g) }
+                        _mm256_mul_ps(m, _mm256_add_ps(old, g))
                     };
-                    let next = _mm256_add_ps(v, step);
-                    store::<STREAM>(slices.v_next.as_mut_ptr().add(at), next);
-                    next
-                }
+                    _mm256_storeu_ps(u.add(at), next);
+                    if KIND == MOMENTUM { next } else { _mm256_add_ps(next, g) }
+                };
+                let old = _mm256_loadu_ps(v.add(at));
+                store::<STREAM>(saved_v.add(at), old);
+                let next = _mm256_add_ps(old, step);
+                _mm256_storeu_ps(v.add(at), next);
+                next
             };
             // x - x is zero for a number and NaN for anything else.
-            bad = _mm256_or_ps(bad, _mm256_sub_ps(value[j], value[j]));
-            above[j] = _mm256_cmp_ps::<_CMP_GT_OQ>(lens.see(value[j]), floor_lanes);
+            bad = _mm256_or_ps(bad, _mm256_sub_ps(value, value));
+            let seen = lens.see(value);
+            *above = _mm256_cmp_ps::<_CMP_GT_OQ>(seen, floor_lanes);
+            if STATS {
+                let seen = _mm256_max_ps(seen, zero);
+                sum = _mm256_add_ps(sum, seen);
+                max = _mm256_max_ps(max, seen);
+                let competes = _mm256_cmp_ps::<_CMP_GT_OQ>(seen, zero);
+                count = _mm256_sub_epi32(count, _mm256_castps_si256(competes));
+            }
         }
-        let any = _mm256_or_ps(_mm256_or_ps(above[0], above[1]), _mm256_or_ps(above[2], above[3]));
-        if _mm256_movemask_ps(any) != 0 {
-            push_found(&value, &above, slices.base + begin as u32, found);
-        }
+        *mask = mask_of(&above);
     }
-    if STREAM {
-        _mm_sfence();
-    }
+    push_found(slices.v, slices.base, &masks, found);
     let finite = _mm256_testz_si256(_mm256_castps_si256(bad), _mm256_castps_si256(bad)) == 1;
-    portable::pass_from::<KIND>(whole, plan, floor, slices, found) && finite
+    let lanes =
+        StatLanes { sum: bytemuck::cast(sum), max: bytemuck::cast(max), count: bytemuck::cast(count) };
+    let mut outcome = portable::pass_from::<KIND, STATS>(whole, lanes, plan, floor, slices, found);
+    outcome.finite &= finite;
+    outcome
+}
+
+pub(super) fn scan(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec<Key>) {
+    require_avx2();
+    assert!(v.len() <= CHUNK, "a pass takes at most a chunk");
+    // SAFETY: AVX2 is there, checked above.
+    unsafe { scan_lanes(lens, floor, v, base, found) }
+}
+
+#[target_feature(enable = "avx2")]
+fn scan_lanes(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec<Key>) {
+    let (rows, tail) = v.as_chunks::<LANES>();
+    let (lanes, floor_lanes) = (Lanes::new(lens), _mm256_set1_ps(floor));
+    let mut masks = [0u32; BLOCKS];
+    for (row, mask) in rows.iter().zip(&mut masks) {
+        let mut above = [_mm256_setzero_ps(); VECTORS];
+        for (j, above) in above.iter_mut().enumerate() {
+            // SAFETY: a row has LANES = 8 * VECTORS elements.
+            let value = unsafe { _mm256_loadu_ps(row.as_ptr().add(8 * j)) };
+            *above = _mm256_cmp_ps::<_CMP_GT_OQ>(lanes.see(value), floor_lanes);
+        }
+        *mask = mask_of(&above);
+    }
+    push_found(v, base, &masks, found);
+    portable::scan(lens, floor, tail, base + (v.len() - tail.len()) as u32, found);
+}
+
+/// One bit per lane, in order.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn mask_of(above: &[__m256; VECTORS]) -> u32 {
+    let bits = above.map(|lanes| _mm256_movemask_ps(lanes) as u32);
+    bits[0] | bits[1] << 8 | bits[2] << 16 | bits[3] << 24
 }
 
 /// # Safety
@@ -116,20 +156,37 @@ unsafe fn store<const STREAM: bool>(to: *mut f32, value: __m256) {
     unsafe { if STREAM { _mm256_stream_ps(to, value) } else { _mm256_storeu_ps(to, value) } }
 }
 
-/// Appends the lanes marked in `above`, in order.
+/// Appends the elements marked in `masks`, in order. This comes after the loop, which so has no branch that depends on
+/// the data: a wrong guess there would stall the stream from memory.
+#[target_feature(enable = "avx2")]
+fn push_found(v: &[f32], base: u32, masks: &[u32; BLOCKS], found: &mut Vec<Key>) {
+    let (groups, _) = masks.as_chunks::<64>();
+    for (group, masks) in groups.iter().enumerate() {
+        let mut hit = !zeros_among(masks);
+        while hit != 0 {
+            let block = hit.trailing_zeros() as usize;
+            let mut mask = masks[block];
+            while mask != 0 {
+                let i = (64 * group + block) * LANES + mask.trailing_zeros() as usize;
+                found.push(Key::new(v[i], base + i as u32));
+                mask &= mask - 1;
+            }
+            hit &= hit - 1;
+        }
+    }
+}
+
+/// One bit for every mask that is zero.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn push_found(value: &[__m256; VECTORS], above: &[__m256; VECTORS], base: u32, found: &mut Vec<Key>) {
-    let mut mask = 0u32;
-    for (j, lanes) in above.iter().enumerate() {
-        mask |= (_mm256_movemask_ps(*lanes) as u32) << (8 * j);
+fn zeros_among(masks: &[u32; 64]) -> u64 {
+    let eights: &[[u32; 8]; 8] = bytemuck::cast_ref(masks);
+    let mut bits = 0u64;
+    for (i, eight) in eights.iter().enumerate() {
+        let zero = _mm256_cmpeq_epi32(bytemuck::cast(*eight), _mm256_setzero_si256());
+        bits |= (_mm256_movemask_ps(_mm256_castsi256_ps(zero)) as u64) << (8 * i);
     }
-    let values: &[f32; LANES] = bytemuck::cast_ref(value);
-    while mask != 0 {
-        let bit = mask.trailing_zeros();
-        found.push(Key::new(values[bit as usize], base + bit));
-        mask &= mask - 1;
-    }
+    bits
 }
 
 /// A [`Lens`] for eight lanes.
@@ -154,63 +211,6 @@ impl Lanes {
     }
 }
 
-pub(super) fn stats(lens: Lens, v: &[f32]) -> Stats {
-    require_avx2();
-    // SAFETY: AVX2 is there, checked above.
-    unsafe { stats_lanes(lens, v) }
-}
-
-#[target_feature(enable = "avx2")]
-fn stats_lanes(lens: Lens, v: &[f32]) -> Stats {
-    let (rows, tail) = v.as_chunks::<LANES>();
-    let lanes = Lanes::new(lens);
-    let zero = _mm256_setzero_ps();
-    let (mut sum, mut max, mut count) = ([zero; VECTORS], [zero; VECTORS], [_mm256_setzero_si256(); VECTORS]);
-    for row in rows {
-        for j in 0..VECTORS {
-            // SAFETY: a row has LANES = 8 * VECTORS elements.
-            let x = lanes.see(unsafe { _mm256_loadu_ps(row.as_ptr().add(8 * j)) });
-            let x = _mm256_max_ps(x, zero);
-            sum[j] = _mm256_add_ps(sum[j], x);
-            max[j] = _mm256_max_ps(max[j], x);
-            let positive = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(x, zero));
-            count[j] = _mm256_sub_epi32(count[j], positive);
-        }
-    }
-    let mut all =
-        StatLanes { sum: bytemuck::cast(sum), max: bytemuck::cast(max), count: bytemuck::cast(count) };
-    all.add(lens, tail);
-    all.fold()
-}
-
-pub(super) fn count_above(lens: Lens, thresholds: &[f32; THRESHOLDS], v: &[f32]) -> [u64; THRESHOLDS] {
-    require_avx2();
-    // SAFETY: AVX2 is there, checked above.
-    unsafe { count_above_lanes(lens, thresholds, v) }
-}
-
-#[target_feature(enable = "avx2")]
-fn count_above_lanes(lens: Lens, thresholds: &[f32; THRESHOLDS], v: &[f32]) -> [u64; THRESHOLDS] {
-    let (rows, tail) = v.as_chunks::<8>();
-    let lanes = Lanes::new(lens);
-    let floors = thresholds.map(|t| _mm256_set1_ps(t));
-    let mut count = [_mm256_setzero_si256(); THRESHOLDS];
-    for row in rows {
-        // SAFETY: a row has eight elements.
-        let x = lanes.see(unsafe { _mm256_loadu_ps(row.as_ptr()) });
-        for (count, floor) in count.iter_mut().zip(floors) {
-            let above = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(x, floor));
-            *count = _mm256_sub_epi32(*count, above);
-        }
-    }
-    let mut total = portable::count_above(lens, thresholds, tail);
-    for (total, count) in total.iter_mut().zip(count) {
-        let counts: [u32; 8] = bytemuck::cast(count);
-        *total += counts.iter().map(|c| u64::from(*c)).sum::<u64>();
-    }
-    total
-}
-
 pub(super) fn add_assign(v: &mut [f32], g: &[f32]) {
     require_avx2();
     // SAFETY: AVX2 is there, checked above.
@@ -220,6 +220,11 @@ pub(super) fn add_assign(v: &mut [f32], g: &[f32]) {
 #[target_feature(enable = "avx2")]
 fn add_assign_lanes(v: &mut [f32], g: &[f32]) {
     portable::add_assign(v, g);
+}
+
+pub(super) fn fence() {
+    // SAFETY: every x86-64 machine has SSE.
+    unsafe { _mm_sfence() };
 }
 
 pub(super) fn prefetch(slice: &[f32]) {

@@ -10,10 +10,10 @@ use crate::phase::Lens;
 
 /// Elements per call, so that a caller can bound what one call finds. A multiple of [`LANES`].
 pub(crate) const CHUNK: usize = 4096;
-/// Elements per turn of the loops; also the number of partial sums of [`stats`].
-pub(crate) const LANES: usize = 32;
-/// Thresholds that [`count_above`] counts in one pass.
-pub(crate) const THRESHOLDS: usize = 7;
+/// Elements per turn of the loops.
+const LANES: usize = 32;
+/// Partial results of [`Stats`] within a chunk.
+const STAT_LANES: usize = 8;
 
 /// The instructions that the loops may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,8 +38,6 @@ impl Level {
 /// What a pass does to u and v before it compares.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Rule {
-    /// Nothing: v is only read.
-    Read,
     /// v += s*g
     Plain,
     /// u = m*u + s*g; v += u
@@ -48,15 +46,14 @@ pub(crate) enum Rule {
     Nesterov(f32),
 }
 
-pub(crate) const READ: u8 = 0;
-pub(crate) const PLAIN: u8 = 1;
-pub(crate) const MOMENTUM: u8 = 2;
-pub(crate) const NESTEROV: u8 = 3;
+const PLAIN: u8 = 1;
+const MOMENTUM: u8 = 2;
+const NESTEROV: u8 = 3;
 
 impl Rule {
     fn coefficient(self) -> f32 {
         match self {
-            Rule::Read | Rule::Plain => 0.0,
+            Rule::Plain => 0.0,
             Rule::Momentum(m) | Rule::Nesterov(m) => m,
         }
     }
@@ -70,42 +67,49 @@ pub(crate) struct Plan {
     /// Multiplies the gradient as it enters (1/N).
     pub scale: f32,
     pub lens: Lens,
-    /// The results will not be read soon: write around the cache where the machine can.
+    /// What is saved will not be read soon: write it around the cache where the machine can.
     pub stream: bool,
+    /// Whether [`Stats`] are wanted.
+    pub stats: bool,
 }
 
 /// The slices of one pass, all of one length; those that the rule does not use are empty.
 #[derive(Debug)]
 pub(crate) struct Slices<'a> {
     pub gradient: &'a [f32],
-    pub u: &'a [f32],
-    pub u_next: &'a mut [f32],
-    pub v: &'a [f32],
-    pub v_next: &'a mut [f32],
+    /// Changed in place.
+    pub u: &'a mut [f32],
+    /// Changed in place.
+    pub v: &'a mut [f32],
+    /// Receives u as it was.
+    pub saved_u: &'a mut [f32],
+    /// Receives v as it was.
+    pub saved_v: &'a mut [f32],
     /// Index of the first element in its tensor.
     pub base: u32,
 }
 
-/// Runs the rule over the slices and appends a [`Key`] for every element greater than `floor`, in index order.
-/// Returns false if a value that is not finite came out.
-pub(crate) fn pass(plan: &Plan, floor: f32, slices: Slices<'_>, found: &mut Vec<Key>) -> bool {
-    match plan.rule {
-        Rule::Read => pass_as::<READ>(plan, floor, slices, found),
-        Rule::Plain => pass_as::<PLAIN>(plan, floor, slices, found),
-        Rule::Momentum(_) => pass_as::<MOMENTUM>(plan, floor, slices, found),
-        Rule::Nesterov(_) => pass_as::<NESTEROV>(plan, floor, slices, found),
+/// Makes what passes wrote around the cache visible to other threads. To be called once after the last pass of a thread:
+/// after every chunk it would cost half as much as the pass itself.
+pub(crate) fn fence(plan: &Plan) {
+    #[cfg(target_arch = "x86_64")]
+    if plan.stream && plan.level == Level::Avx2 {
+        avx2::fence();
     }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = plan;
 }
 
-fn pass_as<const KIND: u8>(plan: &Plan, floor: f32, slices: Slices<'_>, found: &mut Vec<Key>) -> bool {
-    match plan.level {
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => avx2::pass::<KIND>(plan, floor, slices, found),
-        _ => portable::pass::<KIND>(plan, floor, slices, found),
-    }
+/// What a pass over a chunk found out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Outcome {
+    /// Whether all results are finite.
+    pub finite: bool,
+    /// Zeros where they were not wanted.
+    pub stats: Stats,
 }
 
-/// Sum, maximum and number of the elements that compete.
+/// Sum, maximum and number of the elements that compete. Within a chunk the order of the additions is fixed.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Stats {
     pub sum: f64,
@@ -113,27 +117,44 @@ pub(crate) struct Stats {
     pub count: u64,
 }
 
-/// [`Stats`] of at most [`CHUNK`] elements. The order of the additions is fixed: [`LANES`] partial sums, then those
-/// in order.
-pub(crate) fn stats(level: Level, lens: Lens, v: &[f32]) -> Stats {
-    match level {
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => avx2::stats(lens, v),
-        _ => portable::stats(lens, v),
+impl Stats {
+    pub fn join(self, next: Stats) -> Stats {
+        let max = if next.max > self.max { next.max } else { self.max };
+        Stats { sum: self.sum + next.sum, max, count: self.count + next.count }
     }
 }
 
-/// How many of at most [`CHUNK`] elements are greater than each threshold.
-pub(crate) fn count_above(
-    level: Level,
-    lens: Lens,
-    thresholds: &[f32; THRESHOLDS],
-    v: &[f32],
-) -> [u64; THRESHOLDS] {
+/// Runs the rule over the slices and appends a [`Key`] for every element greater than `floor`, in index order.
+pub(crate) fn pass(plan: &Plan, floor: f32, slices: Slices<'_>, found: &mut Vec<Key>) -> Outcome {
+    match (plan.rule, plan.stats) {
+        (Rule::Plain, false) => pass_as::<PLAIN, false>(plan, floor, slices, found),
+        (Rule::Plain, true) => pass_as::<PLAIN, true>(plan, floor, slices, found),
+        (Rule::Momentum(_), false) => pass_as::<MOMENTUM, false>(plan, floor, slices, found),
+        (Rule::Momentum(_), true) => pass_as::<MOMENTUM, true>(plan, floor, slices, found),
+        (Rule::Nesterov(_), false) => pass_as::<NESTEROV, false>(plan, floor, slices, found),
+        (Rule::Nesterov(_), true) => pass_as::<NESTEROV, true>(plan, floor, slices, found),
+    }
+}
+
+fn pass_as<const KIND: u8, const STATS: bool>(
+    plan: &Plan,
+    floor: f32,
+    slices: Slices<'_>,
+    found: &mut Vec<Key>,
+) -> Outcome {
+    match plan.level {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => avx2::pass::<KIND, STATS>(plan, floor, slices, found),
+        _ => portable::pass::<KIND, STATS>(plan, floor, slices, found),
+    }
+}
+
+/// Appends a [`Key`] for every element of at most a chunk that is greater than `floor`, in index order.
+pub(crate) fn scan(level: Level, lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec<Key>) {
     match level {
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => avx2::count_above(lens, thresholds, v),
-        _ => portable::count_above(lens, thresholds, v),
+        Level::Avx2 => avx2::scan(lens, floor, v, base, found),
+        _ => portable::scan(lens, floor, v, base, found),
     }
 }
 
@@ -200,7 +221,6 @@ mod tests {
 
     fn rules() -> impl Strategy<Value = Rule> {
         prop_oneof![
-            Just(Rule::Read),
             Just(Rule::Plain),
             (0f32..1.0).prop_map(Rule::Momentum),
             (0f32..1.0).prop_map(Rule::Nesterov)
@@ -217,46 +237,76 @@ mod tests {
         (0usize..200).prop_flat_map(|n| (floats(n), floats(n), floats(n)))
     }
 
-    #[derive(Debug, PartialEq)]
-    struct Outcome {
-        finite: bool,
-        found: Vec<Key>,
-        u: Vec<u32>,
-        v: Vec<u32>,
-    }
-
-    fn run(plan: &Plan, floor: f32, g: &[f32], u: &[f32], v: &[f32]) -> Outcome {
-        let (mut u_next, mut v_next) = (vec![0.0; g.len()], vec![0.0; g.len()]);
+    /// Everything a pass gives, comparable bit by bit; NaN counts as one value.
+    fn run(
+        plan: &Plan,
+        floor: f32,
+        g: &[f32],
+        u: &[f32],
+        v: &[f32],
+    ) -> impl PartialEq + std::fmt::Debug + use<> {
+        let (mut u, mut v, mut saved_u, mut saved_v) = (u.to_vec(), v.to_vec(), u.to_vec(), v.to_vec());
+        saved_u.fill(0.0);
+        saved_v.fill(0.0);
         let mut found = Vec::new();
-        let slices = Slices { gradient: g, u, u_next: &mut u_next, v, v_next: &mut v_next, base: 5 };
-        let finite = pass(plan, floor, slices, &mut found);
-        let bits = |x: &[f32]| x.iter().map(|x| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }).collect();
-        if !finite {
-            found.clear();
-        }
-        Outcome { finite, found, u: bits(&u_next), v: bits(&v_next) }
+        let slices = Slices {
+            gradient: g,
+            u: &mut u,
+            v: &mut v,
+            saved_u: &mut saved_u,
+            saved_v: &mut saved_v,
+            base: 5,
+        };
+        let Outcome { finite, stats } = pass(plan, floor, slices, &mut found);
+        fence(plan);
+        let mut scanned = Vec::new();
+        scan(plan.level, plan.lens, floor, &v, 5, &mut scanned);
+        // Keys and statistics of what is not finite mean nothing.
+        let meaningful = finite.then_some((found, scanned, stats));
+        let bits = |x: &[f32]| -> Vec<u32> {
+            x.iter().map(|x| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }).collect()
+        };
+        (finite, meaningful, bits(&u), bits(&v), bits(&saved_u), bits(&saved_v))
     }
 
     proptest! {
         #[test]
         fn every_level_gives_the_same_bits(
             rule in rules(), (g, u, v) in inputs(), floor in 0f32..500.0, scale in 0.1f32..2.0,
-            phase in prop_oneof![Just(Phase::Both), Just(Phase::Positive), Just(Phase::Negative)], stream: bool,
+            phase in prop_oneof![Just(Phase::Both), Just(Phase::Positive), Just(Phase::Negative)],
+            stream: bool, stats: bool,
         ) {
-            let plan = |level| Plan { level, rule, scale, lens: phase.lens(), stream };
+            let plan = |level| Plan { level, rule, scale, lens: phase.lens(), stream, stats };
             let portable = run(&plan(Level::Portable), floor, &g, &u, &v);
-            prop_assert_eq!(&portable, &run(&plan(Level::best()), floor, &g, &u, &v));
-            if v.iter().all(|x| x.is_finite()) {
-                let lens = phase.lens();
-                let (a, b) = (stats(Level::Portable, lens, &v), stats(Level::best(), lens, &v));
-                prop_assert_eq!(a, b);
-                let t = [0.0, 1.0, 10.0, 100.0, 500.0, 1e9, f32::INFINITY];
-                let counts = count_above(Level::best(), lens, &t, &v);
-                prop_assert_eq!(count_above(Level::Portable, lens, &t, &v), counts);
-                for (t, count) in t.iter().zip(counts) {
-                    prop_assert_eq!(v.iter().filter(|x| lens.see(**x) > *t).count() as u64, count);
-                }
-            }
+            prop_assert_eq!(portable, run(&plan(Level::best()), floor, &g, &u, &v));
+        }
+
+        #[test]
+        fn a_pass_finds_what_is_above_the_floor_and_its_statistics(
+            v in proptest::collection::vec(-10f32..10.0, 0..300), floor in 0f32..10.0,
+            phase in prop_oneof![Just(Phase::Both), Just(Phase::Positive), Just(Phase::Negative)],
+        ) {
+            let (lens, zeros) = (phase.lens(), vec![0.0; v.len()]);
+            let plan = Plan {
+                level: Level::best(), rule: Rule::Plain, scale: 1.0, lens, stream: false, stats: true
+            };
+            let (mut changed, mut saved, mut found) = (v.clone(), zeros.clone(), Vec::new());
+            let slices = Slices {
+                gradient: &zeros, u: &mut [], v: &mut changed, saved_u: &mut [], saved_v: &mut saved, base: 0
+            };
+            let Outcome { finite, stats } = pass(&plan, floor, slices, &mut found);
+            prop_assert_eq!(&saved, &v);
+            let mut scanned = Vec::new();
+            scan(Level::best(), lens, floor, &v, 0, &mut scanned);
+            prop_assert_eq!(&scanned, &found);
+            prop_assert!(finite);
+            let above = (0..v.len()).filter(|i| lens.see(v[*i]) > floor).map(|i| Key::new(v[i], i as u32));
+            prop_assert_eq!(found, above.collect::<Vec<_>>());
+            let seen: Vec<f32> = v.iter().map(|x| lens.see(*x)).filter(|x| *x > 0.0).collect();
+            prop_assert_eq!(stats.count, seen.len() as u64);
+            prop_assert_eq!(stats.max, seen.iter().copied().fold(0.0, f32::max));
+            let sum: f64 = seen.iter().map(|x| f64::from(*x)).sum();
+            prop_assert!((stats.sum - sum).abs() <= 1e-4 * sum.max(1.0));
         }
 
         #[test]

@@ -1,116 +1,100 @@
 //! The loops in plain Rust. They define the result; the other levels are tested against them bit by bit.
 
-use super::{Key, LANES, MOMENTUM, NESTEROV, PLAIN, Plan, READ, Slices, Stats, THRESHOLDS};
+use super::{Key, LANES, MOMENTUM, Outcome, PLAIN, Plan, STAT_LANES, Slices, Stats};
 use crate::phase::Lens;
 
-pub(super) fn pass<const KIND: u8>(
+pub(super) fn pass<const KIND: u8, const STATS: bool>(
     plan: &Plan,
     floor: f32,
     slices: Slices<'_>,
     found: &mut Vec<Key>,
-) -> bool {
-    pass_from::<KIND>(0, plan, floor, slices, found)
+) -> Outcome {
+    pass_from::<KIND, STATS>(0, StatLanes::default(), plan, floor, slices, found)
+}
+
+/// The rule for one element: the next u (meaningless without momentum) and the next v.
+#[inline(always)]
+fn rule<const KIND: u8>(plan: &Plan, g: f32, u: f32, v: f32) -> (f32, f32) {
+    let (g, m) = (g * plan.scale, plan.rule.coefficient());
+    match KIND {
+        PLAIN => (0.0, v + g),
+        MOMENTUM => {
+            let next = m * u + g;
+            (next, v + next)
+        }
+        _ => {
+            let next = m * (u + g);
+            (next, v + (next + g))
+        }
+    }
 }
 
 /// The pass from element `start` on: the whole of it here, the last few elements for the other levels.
-pub(super) fn pass_from<const KIND: u8>(
+pub(super) fn pass_from<const KIND: u8, const STATS: bool>(
     start: usize,
+    mut lanes: StatLanes,
     plan: &Plan,
     floor: f32,
     slices: Slices<'_>,
     found: &mut Vec<Key>,
-) -> bool {
-    let Slices { gradient, u, u_next, v, v_next, base } = slices;
-    let (m, lens) = (plan.rule.coefficient(), plan.lens);
+) -> Outcome {
+    let Slices { gradient, u, v, saved_u, saved_v, base } = slices;
     let mut finite = true;
-    let mut begin = start;
-    while begin < v.len() {
-        let end = v.len().min(begin + LANES);
-        let mut block = [0f32; LANES];
-        let block = &mut block[..end - begin];
-        block.copy_from_slice(&v[begin..end]);
-        if KIND != READ {
-            for (j, value) in block.iter_mut().enumerate() {
-                let g = gradient[begin + j] * plan.scale;
-                *value += match KIND {
-                    PLAIN => g,
-                    MOMENTUM => {
-                        let next = m * u[begin + j] + g;
-                        u_next[begin + j] = next;
-                        next
-                    }
-                    NESTEROV => {
-                        let next = m * (u[begin + j] + g);
-                        u_next[begin + j] = next;
-                        next + g
-                    }
-                    _ => unreachable!("no other kind"),
-                };
-            }
-            v_next[begin..end].copy_from_slice(block);
-        }
-        let mut any = false;
-        for value in block.iter() {
-            finite &= value.is_finite();
-            any |= lens.see(*value) > floor;
-        }
-        if any {
-            for (j, value) in block.iter().enumerate() {
-                if lens.see(*value) > floor {
-                    found.push(Key::new(*value, base + (begin + j) as u32));
-                }
-            }
-        }
-        begin = end;
+    saved_v[start..].copy_from_slice(&v[start..]);
+    if KIND != PLAIN {
+        saved_u[start..].copy_from_slice(&u[start..]);
     }
-    finite
+    for i in start..v.len() {
+        let momentum = if KIND == PLAIN { 0.0 } else { u[i] };
+        let (u_next, v_next) = rule::<KIND>(plan, gradient[i], momentum, v[i]);
+        if KIND != PLAIN {
+            u[i] = u_next;
+        }
+        v[i] = v_next;
+        finite &= v_next.is_finite();
+    }
+    if STATS {
+        lanes.add(v[start..].iter().map(|x| plan.lens.see(*x)));
+    }
+    scan(plan.lens, floor, &v[start..], base + start as u32, found);
+    Outcome { finite, stats: lanes.fold() }
 }
 
-pub(super) fn stats(lens: Lens, v: &[f32]) -> Stats {
-    let mut lanes = StatLanes::default();
-    lanes.add(lens, v);
-    lanes.fold()
+pub(super) fn scan(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec<Key>) {
+    for (block, values) in v.chunks(LANES).enumerate() {
+        if values.iter().fold(false, |any, x| any | (lens.see(*x) > floor)) {
+            let keys = values.iter().enumerate().filter(|(_, x)| lens.see(**x) > floor);
+            found.extend(keys.map(|(j, x)| Key::new(*x, base + (block * LANES + j) as u32)));
+        }
+    }
 }
 
-/// The partial results of [`stats`], one per lane.
+/// Statistics under way, one per lane: an element's lane is its place modulo the number of lanes.
 #[derive(Debug, Default)]
 pub(super) struct StatLanes {
-    pub sum: [f32; LANES],
-    pub max: [f32; LANES],
-    pub count: [u32; LANES],
+    pub sum: [f32; STAT_LANES],
+    pub max: [f32; STAT_LANES],
+    pub count: [u32; STAT_LANES],
 }
 
 impl StatLanes {
-    /// Adds elements; the first goes into lane 0.
-    pub fn add(&mut self, lens: Lens, v: &[f32]) {
-        for row in v.chunks(LANES) {
-            for (j, x) in row.iter().enumerate() {
-                let x = lens.see(*x);
-                let x = if x > 0.0 { x } else { 0.0 };
-                self.sum[j] += x;
-                self.max[j] = if x > self.max[j] { x } else { self.max[j] };
-                self.count[j] += u32::from(x > 0.0);
-            }
+    /// Adds elements as the lens shows them; the first goes into lane 0.
+    fn add(&mut self, seen: impl Iterator<Item = f32>) {
+        for (i, x) in seen.enumerate() {
+            let (j, x) = (i % STAT_LANES, if x > 0.0 { x } else { 0.0 });
+            self.sum[j] += x;
+            self.max[j] = if x > self.max[j] { x } else { self.max[j] };
+            self.count[j] += u32::from(x > 0.0);
         }
     }
 
-    pub fn fold(&self) -> Stats {
+    fn fold(&self) -> Stats {
         Stats {
             sum: self.sum.iter().map(|x| f64::from(*x)).sum(),
             max: self.max.iter().copied().fold(0.0, f32::max),
             count: self.count.iter().map(|x| u64::from(*x)).sum(),
         }
     }
-}
-
-pub(super) fn count_above(lens: Lens, thresholds: &[f32; THRESHOLDS], v: &[f32]) -> [u64; THRESHOLDS] {
-    thresholds.map(|t| {
-        let mut count = 0u32;
-        for x in v {
-            count += u32::from(lens.see(*x) > t);
-        }
-        u64::from(count)
-    })
 }
 
 #[inline(always)]

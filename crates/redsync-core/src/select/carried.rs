@@ -7,23 +7,14 @@ use crate::phase::Phase;
 use crate::workspace::Workspace;
 
 /// How far the threshold falls when there were too few candidates to see the rank it should have.
-const LOWER: f32 = 0.97;
-/// Bounds of the change from step to step that is carried on.
-const GROWTH: std::ops::RangeInclusive<f32> = 0.5..=2.0;
-
+const LOWER: f32 = 0.99;
 /// Candidates wanted besides the k chosen: enough for what changes from step to step (a quarter) and for chance.
 fn margin(k: usize) -> usize {
     k / 4 + 2 * k.isqrt()
 }
 
-pub(super) fn finish(
-    memory: &mut Remembered,
-    v: &[f32],
-    phase: Phase,
-    k: usize,
-    floor: f32,
-    workspace: &mut Workspace,
-) {
+pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
+    let floor = memory.threshold;
     if workspace.found() < k && floor > 0.0 {
         workspace.scan(v, phase, 0.0, 2 * k);
     }
@@ -37,8 +28,9 @@ pub(super) fn finish(
     } else {
         floor * LOWER
     };
-    // While a residual fills up its threshold rises by the same factor again and again: carry that on, cautiously.
-    let growth = if memory.least > 0.0 { least / memory.least } else { 1.0 };
-    let trend = growth.min(memory.growth).clamp(*GROWTH.start(), *GROWTH.end());
-    *memory = Remembered { threshold: wanted * trend, least, growth, searched: 0 };
+    // While a residual fills up its threshold rises from step to step, ever more slowly: three quarters of the last rise
+    // are safe to expect. A fall is expected to go on.
+    let growth = if memory.least > 0.0 { (least / memory.least).clamp(0.5, 2.0) } else { 1.0 };
+    let trend = if growth > 1.0 { 1.0 + 0.75 * (growth - 1.0) } else { growth };
+    *memory = Remembered { threshold: wanted * trend, least, searched: 0 };
 }

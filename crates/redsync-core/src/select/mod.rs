@@ -2,9 +2,8 @@
 //! Comes in: v, a phase and k. Goes out: the chosen elements, in index order, in the workspace. What must hold: zero is
 //! never chosen, ties go to the smaller index, and the choice is the same for any number of threads.
 //!
-//! A selection has two halves. [`Selector::floor`] says, before the gradient is accumulated, above which value the
-//! accumulating pass should collect elements; [`Selector::finish`] chooses, from what the pass found or with further
-//! passes.
+//! A selection has two halves. [`Selector::wants`] says, before the gradient is accumulated, what the accumulating pass
+//! should find out on its way; [`Selector::finish`] chooses, from what the pass found or with further passes.
 
 mod carried;
 mod exact;
@@ -63,43 +62,46 @@ impl Selector {
         matches!(self, Selector::Exact | Selector::Trimmed | Selector::Carried)
     }
 
-    /// The value above which the accumulating pass collects; infinity where the selector makes passes of its own.
-    pub(crate) fn floor(self, memory: &Memory, phase: Phase) -> f32 {
+    /// What the accumulating pass should find out.
+    pub(crate) fn wants(self, memory: &Memory, phase: Phase, k: usize) -> Wanted {
+        let nothing = Wanted { floor: f32::INFINITY, keep: 0, stats: false };
         match self {
-            Selector::Exact | Selector::Trimmed | Selector::Threshold => f32::INFINITY,
-            Selector::Sampled => memory.of(phase).reusable_threshold(),
-            Selector::Carried => memory.of(phase).threshold,
+            Selector::Exact => nothing,
+            Selector::Trimmed | Selector::Threshold => Wanted { stats: true, ..nothing },
+            Selector::Sampled => sampled::wants(memory.of(phase), k),
+            Selector::Carried => Wanted { floor: memory.of(phase).threshold, keep: 2 * k, stats: false },
         }
     }
 
-    /// How many of the largest elements the accumulating pass must not lose.
-    pub(crate) fn keep(self, k: usize) -> usize {
-        match self {
-            Selector::Exact | Selector::Trimmed | Selector::Threshold => 0,
-            Selector::Sampled | Selector::Carried => 2 * k,
-        }
-    }
-
-    /// Chooses elements of `v`; `floor` is what the accumulating pass was given.
+    /// Chooses elements of `v`, after the pass that found out what was wanted.
     pub(crate) fn finish(
         self,
         memory: &mut Memory,
         v: &[f32],
         phase: Phase,
         k: usize,
-        floor: f32,
         workspace: &mut Workspace,
     ) {
+        let memory = memory.of_mut(phase);
         match self {
             Selector::Exact => exact::choose(v, phase, k, workspace),
-            Selector::Trimmed => trimmed::choose(v, phase, k, workspace),
-            Selector::Threshold => {
-                threshold::choose(v, phase, k, workspace);
-            }
-            Selector::Sampled => sampled::finish(memory.of_mut(phase), v, phase, k, workspace),
-            Selector::Carried => carried::finish(memory.of_mut(phase), v, phase, k, floor, workspace),
+            Selector::Trimmed => trimmed::choose(memory, v, phase, k, workspace),
+            Selector::Threshold => threshold::choose(memory, v, phase, k, workspace),
+            Selector::Sampled => sampled::choose(memory, v, phase, k, workspace),
+            Selector::Carried => carried::choose(memory, v, phase, k, workspace),
         }
     }
+}
+
+/// What an accumulating pass finds out on its way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted {
+    /// Elements greater than this are collected; infinity collects nothing.
+    pub floor: f32,
+    /// How many of the largest of them must not be lost.
+    pub keep: usize,
+    /// Mean and maximum.
+    pub stats: bool,
 }
 
 /// What a selector remembers of a layer from one step to the next, for each phase on its own.
@@ -109,12 +111,10 @@ pub struct Memory([Remembered; 3]);
 /// What is remembered of one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Remembered {
-    /// The threshold to compare with at the next step; zero before the first.
+    /// The threshold of the last step, or the one for the next (carried); zero before the first.
     pub threshold: f32,
     /// The smallest magnitude chosen at the last step (carried).
     pub least: f32,
-    /// The change of that from the step before (carried).
-    pub growth: f32,
     /// Steps that have used the threshold (sampled).
     pub searched: u32,
 }
@@ -135,8 +135,7 @@ impl Memory {
 
     /// From saved phases; None if a number is not one that a residual can have.
     pub fn from_phases(phases: [Remembered; 3]) -> Option<Self> {
-        let sane =
-            |r: &Remembered| [r.threshold, r.least, r.growth].iter().all(|x| x.is_finite() && *x >= 0.0);
+        let sane = |r: &Remembered| [r.threshold, r.least].iter().all(|x| x.is_finite() && *x >= 0.0);
         phases.iter().all(sane).then_some(Memory(phases))
     }
 }

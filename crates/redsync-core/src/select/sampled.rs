@@ -2,26 +2,29 @@
 //! accumulating, in the same pass over memory. A stale threshold can neither make messages explode (2k at most, the
 //! largest) nor starve them (below k/2 the search runs at once).
 
-use super::{Remembered, threshold};
+use super::{Remembered, Wanted, threshold};
 use crate::phase::Phase;
 use crate::workspace::Workspace;
 
 /// Steps that share one search.
 const INTERVAL: u32 = 5;
 
-impl Remembered {
-    pub(super) fn reusable_threshold(&self) -> f32 {
-        if self.threshold > 0.0 && self.searched < INTERVAL { self.threshold } else { f32::INFINITY }
-    }
+fn reuses(memory: &Remembered) -> bool {
+    memory.threshold > 0.0 && memory.searched < INTERVAL
 }
 
-pub(super) fn finish(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
-    let reused = memory.reusable_threshold() < f32::INFINITY;
-    if reused && 2 * workspace.found() >= k {
+pub(super) fn wants(memory: &Remembered, k: usize) -> Wanted {
+    let floor = if reuses(memory) { memory.threshold } else { f32::INFINITY };
+    // Statistics always: the reused threshold may turn out to starve.
+    Wanted { floor, keep: 2 * k, stats: true }
+}
+
+pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
+    if reuses(memory) && 2 * workspace.found() >= k {
         workspace.choose(2 * k);
         memory.searched += 1;
     } else {
-        let found = threshold::choose(v, phase, k, workspace);
-        *memory = Remembered { threshold: found.unwrap_or(0.0), searched: 1, ..Remembered::default() };
+        threshold::choose(memory, v, phase, k, workspace);
+        memory.searched = 1;
     }
 }

@@ -1,12 +1,14 @@
 //! Threshold binary search (Algorithm 3 of the paper, corrected by ruling 12): a threshold between mean and maximum
 //! above which k to 2k elements lie. Fewer than k lower it, more than 2k raise it.
 
-use crate::kernel::THRESHOLDS;
+use super::Remembered;
 use crate::phase::Phase;
 use crate::workspace::Workspace;
 
-/// Passes over memory, each of which settles three halvings; 2^-12 of the range is the paper's epsilon.
-const PASSES: usize = 4;
+/// The search ends when its interval is this small a part of the range: the paper's epsilon.
+const EPSILON: f32 = 1.0 / 4096.0;
+/// Thresholds move a little from step to step: the survivors of a somewhat lower one can answer for the next.
+const SLACK: f32 = 0.95;
 
 /// From the mean to the maximum of the elements that compete.
 #[derive(Clone, Copy, Debug)]
@@ -16,10 +18,10 @@ pub(super) struct Range {
 }
 
 impl Range {
-    pub fn of(v: &[f32], phase: Phase, workspace: &Workspace) -> Self {
-        let stats = workspace.stats(v, phase);
-        // With one sign, the statistics are those of that sign only.
-        let count = if phase == Phase::Both { v.len() as u64 } else { stats.count };
+    /// From the statistics of the accumulating pass. With one sign, they are those of that sign only.
+    pub fn of(n: usize, phase: Phase, workspace: &Workspace) -> Self {
+        let stats = workspace.stats();
+        let count = if phase == Phase::Both { n as u64 } else { stats.count };
         Range { mean: (stats.sum / count.max(1) as f64) as f32, max: stats.max }
     }
 
@@ -28,45 +30,65 @@ impl Range {
     }
 }
 
-/// Chooses, and returns the threshold that it found.
-pub(super) fn choose(v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) -> Option<f32> {
-    let threshold = search(v, phase, k, workspace);
-    match threshold {
-        Some(threshold) => {
-            workspace.scan(v, phase, threshold, 2 * k);
-            workspace.choose(2 * k);
+/// The elements above a threshold, which answer how many are above any higher one without another pass over memory.
+pub(super) struct Survivors<'a> {
+    v: &'a [f32],
+    phase: Phase,
+    k: usize,
+    workspace: &'a mut Workspace,
+}
+
+impl<'a> Survivors<'a> {
+    /// Those above the threshold of the last step, made a little lower; without one the first question brings them.
+    pub fn above(last: f32, v: &'a [f32], phase: Phase, k: usize, workspace: &'a mut Workspace) -> Self {
+        let mut survivors = Survivors { v, phase, k, workspace };
+        if last > 0.0 {
+            survivors.rescan(last * SLACK);
         }
+        survivors
+    }
+
+    /// One pass over memory. More than 2k survivors are never needed: what is found is cut there.
+    pub fn rescan(&mut self, floor: f32) {
+        self.workspace.scan(self.v, self.phase, floor, 2 * self.k + 1);
+    }
+
+    /// How many elements are greater than `threshold`: precisely, or more than 2k where that is so.
+    pub fn count(&mut self, threshold: f32) -> usize {
+        let known = |workspace: &Workspace| threshold >= workspace.floor();
+        if !known(self.workspace) && self.workspace.found() <= 2 * self.k {
+            self.rescan(threshold);
+        }
+        if known(self.workspace) { self.workspace.found_above(threshold) } else { self.workspace.found() }
+    }
+}
+
+pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
+    let range = Range::of(v.len(), phase, workspace);
+    let mut survivors = Survivors::above(memory.threshold, v, phase, k, workspace);
+    let threshold = search(range, k, &mut survivors);
+    match threshold {
+        Some(threshold) => workspace.choose_above(threshold),
         // Ties or an extreme outlier leave no such threshold within reach: then exactly k.
         None => {
-            workspace.scan(v, phase, 0.0, k);
+            survivors.rescan(0.0);
             workspace.choose(k);
         }
     }
-    threshold
+    *memory = Remembered { threshold: threshold.unwrap_or(0.0), ..Remembered::default() };
 }
 
 /// The first midpoint of the binary search with k to 2k elements above it.
-fn search(v: &[f32], phase: Phase, k: usize, workspace: &Workspace) -> Option<f32> {
-    let range = Range::of(v, phase, workspace);
+fn search(range: Range, k: usize, survivors: &mut Survivors<'_>) -> Option<f32> {
     let (mut left, mut right) = (0f32, 1f32);
-    for _ in 0..PASSES {
-        let eighth = (right - left) / 8.0;
-        let ratios: [f32; THRESHOLDS] = std::array::from_fn(|i| left + eighth * (i + 1) as f32);
-        let thresholds = ratios.map(|ratio| range.at(ratio));
-        let counts = workspace.count_above(v, phase, &thresholds);
-        let (mut low, mut high) = (0, THRESHOLDS + 1);
-        while high - low > 1 {
-            let middle = (low + high) / 2;
-            let count = counts[middle - 1];
-            if count < k as u64 {
-                high = middle;
-            } else if count > 2 * k as u64 {
-                low = middle;
-            } else {
-                return Some(thresholds[middle - 1]);
-            }
+    while right - left > EPSILON {
+        let ratio = left + (right - left) / 2.0;
+        let threshold = range.at(ratio);
+        match survivors.count(threshold) {
+            count if count < k => right = ratio,
+            count if count > 2 * k => left = ratio,
+            _ => return Some(threshold),
         }
-        (left, right) = (left + eighth * low as f32, left + eighth * high as f32);
     }
     None
 }

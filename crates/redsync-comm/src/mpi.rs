@@ -1,0 +1,45 @@
+//! The engine whose ranks are MPI processes (feature `mpi`; OpenMPI or MPICH). One communication thread makes every MPI call;
+//! owned buffers reach it through a channel and come back through the [`Pending`](crate::Pending) of the collective.
+//!
+//! # How it exchanges
+//! Each collective begins with a small header from every rank to every other: kind, tag, length, and the payload itself when
+//! that is short. So ranks that disagree find out, and ranks that are missing have a name. Longer payloads follow directly
+//! from rank to rank. A sum is scattered and gathered: rank `r` adds up the `r`-th segment, in rank order, chunk by chunk,
+//! and sends it to all; every link carries `2 (N-1)/N` of the data, the least possible, in both directions at once.
+//! These are the rounds of MPI's own non-blocking collectives; made here of sends and receives they can be waited for with
+//! a deadline, have no limit of 2^31 elements, and sum to the same bits as the engine [`local`](crate::local).
+//!
+//! While it waits the thread tests its requests with pauses of 20 to 200 microseconds, because MPI moves nothing by itself.
+//!
+//! # How it ends
+//! Dropping a healthy [`Mpi`] tells the other ranks, waits until they leave too and calls `MPI_Finalize`, which is a
+//! collective itself. After an error that could wait for ever, so a broken `Mpi` tells the others why it leaves, gives them two
+//! seconds to leave too, and ends without `MPI_Finalize`; the process should then end. `mpirun` ends all processes as
+//! soon as one has failed: say what happened before dropping the communicator. [`abort`] ends the whole job at once.
+//!
+//! A rank that is killed is noticed by `mpirun`, which ends the job. A dead link is noticed by nobody but the deadline.
+//!
+//! An `mpirun` of another MPI than the one linked starts N groups of one rank: check [`size`](crate::Communicator::size).
+
+#[cfg(feature = "mpi")]
+mod body;
+#[cfg(feature = "mpi")]
+mod exchange;
+#[cfg(feature = "mpi")]
+mod library;
+#[cfg(feature = "mpi")]
+mod reduce;
+#[cfg(feature = "mpi")]
+mod slot;
+#[cfg(feature = "mpi")]
+mod thread;
+#[cfg(feature = "mpi")]
+mod world;
+
+#[cfg(feature = "mpi")]
+pub use world::{Mpi, abort, world};
+
+#[cfg(not(feature = "mpi"))]
+mod absent;
+#[cfg(not(feature = "mpi"))]
+pub use absent::{Mpi, abort, world};

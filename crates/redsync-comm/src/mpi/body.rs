@@ -1,0 +1,278 @@
+//! What follows the headers of a collective. Peers' headers and inline payloads come in, the caller's slot is filled when
+//! everything has arrived. A body never blocks: it starts transfers and is asked to go on.
+
+use super::library::{Lent, Library, failed};
+use super::reduce::Reduce;
+use super::slot::Slot;
+use crate::{CommError, Gathered, sum};
+use std::ffi::c_int;
+use std::sync::Arc;
+
+/// Payload bytes that travel with the header: one message instead of two for what is short anyway.
+pub(super) const INLINE: usize = 4064;
+
+/// Bytes per MPI message, whose count is an `i32`.
+const MESSAGE: usize = 16 << 20;
+
+/// The MPI tags of one collective; each collective in flight has its own.
+#[derive(Clone, Copy)]
+pub(super) struct Tags {
+    pub header: c_int,
+    pub payload: c_int,
+    pub result: c_int,
+}
+
+/// One collective after its header.
+pub(super) trait Body {
+    /// The payload to send along with the header; empty when it is too long for that.
+    fn inline(&self) -> &[u8];
+
+    /// Starts what needs no answer from anybody.
+    fn begin(&mut self, lib: &Library, tags: Tags) -> Result<(), CommError>;
+
+    /// A peer takes part, with so many bytes or values, and this inline payload if it is short.
+    fn heard(&mut self, lib: &Library, peer: usize, length: usize, inline: &[u8]) -> Result<(), CommError>;
+
+    /// Moves on; true when something happened.
+    fn progress(&mut self, lib: &Library) -> Result<bool, CommError>;
+
+    /// The peers that have taken part but from which something is missing.
+    fn missing(&self) -> Vec<usize>;
+
+    /// Tells the caller which ranks are missing.
+    fn report(&self, missing: Vec<usize>);
+
+    /// Whether no transfer is open and the slot is filled.
+    fn done(&self) -> bool;
+
+    /// Fills the slot with an error, unless it has its result.
+    fn fail(&self, cause: CommError);
+}
+
+/// A collective as the caller hands it over: what to send, and where to leave the result.
+pub(super) enum Work {
+    Gather(Vec<u8>, Arc<Slot<Gathered>>),
+    ShortSum(Vec<f32>, Arc<Slot<Vec<f32>>>),
+    Sum(Vec<f32>, Arc<Slot<Vec<f32>>>),
+    Meet(Arc<Slot<()>>),
+}
+
+impl Work {
+    /// Made on the communication thread, because what is lent to MPI stays there.
+    pub fn body(self) -> Box<dyn Body> {
+        match self {
+            Work::Gather(message, slot) => Box::new(Gather::new(message, slot)),
+            Work::ShortSum(values, slot) => Box::new(ShortSum::new(values, slot)),
+            Work::Sum(values, slot) => Box::new(Reduce::new(values, slot)),
+            Work::Meet(slot) => Box::new(Meet::new(slot)),
+        }
+    }
+}
+
+/// A barrier: the headers are all there is.
+struct Meet {
+    slot: Arc<Slot<()>>,
+    awaited: usize,
+}
+
+impl Meet {
+    fn new(slot: Arc<Slot<()>>) -> Meet {
+        Meet { slot, awaited: usize::MAX }
+    }
+}
+
+impl Body for Meet {
+    fn inline(&self) -> &[u8] {
+        &[]
+    }
+
+    fn begin(&mut self, lib: &Library, _tags: Tags) -> Result<(), CommError> {
+        self.awaited = lib.size - 1;
+        Ok(())
+    }
+
+    fn heard(&mut self, _: &Library, _: usize, _: usize, _: &[u8]) -> Result<(), CommError> {
+        self.awaited -= 1;
+        Ok(())
+    }
+
+    fn progress(&mut self, _lib: &Library) -> Result<bool, CommError> {
+        if self.awaited == 0 {
+            self.slot.fill(Ok(()));
+        }
+        Ok(false)
+    }
+
+    fn missing(&self) -> Vec<usize> {
+        Vec::new()
+    }
+
+    fn report(&self, missing: Vec<usize>) {
+        self.slot.missing(missing);
+    }
+
+    fn done(&self) -> bool {
+        self.awaited == 0
+    }
+
+    fn fail(&self, cause: CommError) {
+        self.slot.fill(Err(cause));
+    }
+}
+
+/// An allgather: every rank sends its message to every other.
+struct Gather {
+    slot: Arc<Slot<Gathered>>,
+    own: Arc<Vec<u8>>,
+    sending: Lent<Arc<Vec<u8>>, ()>,
+    arriving: Vec<Option<Lent<Vec<u8>, ()>>>,
+    arrived: Vec<Option<Arc<Vec<u8>>>>,
+    tag: c_int,
+    filled: bool,
+}
+
+impl Gather {
+    fn new(message: Vec<u8>, slot: Arc<Slot<Gathered>>) -> Gather {
+        let own = Arc::new(message);
+        let sending = Lent::new(Arc::clone(&own));
+        Gather { slot, own, sending, arriving: Vec::new(), arrived: Vec::new(), tag: 0, filled: false }
+    }
+
+    /// Delivers before the last send is done: the message is shared, and a slow peer is no reason to wait.
+    fn deliver(&mut self) {
+        if !self.filled && self.arrived.iter().all(Option::is_some) {
+            let messages = std::mem::take(&mut self.arrived).into_iter().flatten().collect();
+            self.slot.fill(Ok(Gathered::new(messages)));
+            self.filled = true;
+        }
+    }
+}
+
+impl Body for Gather {
+    fn inline(&self) -> &[u8] {
+        if self.own.len() <= INLINE { &self.own } else { &[] }
+    }
+
+    fn begin(&mut self, lib: &Library, tags: Tags) -> Result<(), CommError> {
+        self.tag = tags.payload;
+        self.arriving.resize_with(lib.size, || None);
+        self.arrived.resize(lib.size, None);
+        self.arrived[lib.rank] = Some(Arc::clone(&self.own));
+        if self.own.len() > INLINE {
+            for peer in lib.peers() {
+                for start in (0..self.own.len()).step_by(MESSAGE) {
+                    let end = self.own.len().min(start + MESSAGE);
+                    self.sending.send(lib, start..end, peer, tags.payload, ())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn heard(&mut self, lib: &Library, peer: usize, length: usize, inline: &[u8]) -> Result<(), CommError> {
+        if length <= INLINE {
+            self.arrived[peer] = Some(Arc::new(inline.to_vec()));
+            return Ok(());
+        }
+        let mut message = Vec::new();
+        if message.try_reserve_exact(length).is_err() {
+            return Err(failed(&format!("no memory for the {length} bytes of rank {peer}")));
+        }
+        message.resize(length, 0);
+        let mut message = Lent::new(message);
+        for start in (0..length).step_by(MESSAGE) {
+            message.receive(lib, start..length.min(start + MESSAGE), peer, self.tag, ())?;
+        }
+        self.arriving[peer] = Some(message);
+        Ok(())
+    }
+
+    fn progress(&mut self, _lib: &Library) -> Result<bool, CommError> {
+        let mut moved = self.sending.progress(drop)?;
+        for (arriving, arrived) in self.arriving.iter_mut().zip(&mut self.arrived) {
+            let Some(message) = arriving else { continue };
+            moved |= message.progress(drop)?;
+            if message.idle() {
+                *arrived = arriving.take().map(|message| Arc::new(message.take()));
+            }
+        }
+        self.deliver();
+        Ok(moved)
+    }
+
+    fn missing(&self) -> Vec<usize> {
+        (0..self.arriving.len()).filter(|&peer| self.arriving[peer].is_some()).collect()
+    }
+
+    fn report(&self, missing: Vec<usize>) {
+        self.slot.missing(missing);
+    }
+
+    fn done(&self) -> bool {
+        self.filled && self.sending.idle()
+    }
+
+    fn fail(&self, cause: CommError) {
+        self.slot.fill(Err(cause));
+    }
+}
+
+/// A sum so short that every rank sends all of it with its header, and everybody adds.
+struct ShortSum {
+    slot: Arc<Slot<Vec<f32>>>,
+    values: Vec<f32>,
+    parts: Vec<Option<Vec<f32>>>,
+    awaited: usize,
+}
+
+impl ShortSum {
+    fn new(values: Vec<f32>, slot: Arc<Slot<Vec<f32>>>) -> ShortSum {
+        ShortSum { slot, values, parts: Vec::new(), awaited: usize::MAX }
+    }
+}
+
+impl Body for ShortSum {
+    fn inline(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.values)
+    }
+
+    fn begin(&mut self, lib: &Library, _tags: Tags) -> Result<(), CommError> {
+        self.parts.resize(lib.size, None);
+        self.awaited = lib.size - 1;
+        Ok(())
+    }
+
+    fn heard(&mut self, _: &Library, peer: usize, _: usize, inline: &[u8]) -> Result<(), CommError> {
+        let value = |bytes: &[u8]| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        self.parts[peer] = Some(inline.chunks_exact(4).map(value).collect());
+        self.awaited -= 1;
+        Ok(())
+    }
+
+    fn progress(&mut self, _lib: &Library) -> Result<bool, CommError> {
+        if self.awaited == 0 && !self.parts.is_empty() {
+            let parts = std::mem::take(&mut self.parts);
+            let parts: Vec<Option<&[f32]>> = parts.iter().map(Option::as_deref).collect();
+            let mut values = std::mem::take(&mut self.values);
+            sum::in_order(&mut values, &parts);
+            self.slot.fill(Ok(values));
+        }
+        Ok(false)
+    }
+
+    fn missing(&self) -> Vec<usize> {
+        Vec::new()
+    }
+
+    fn report(&self, missing: Vec<usize>) {
+        self.slot.missing(missing);
+    }
+
+    fn done(&self) -> bool {
+        self.awaited == 0 && self.parts.is_empty()
+    }
+
+    fn fail(&self, cause: CommError) {
+        self.slot.fill(Err(cause));
+    }
+}
