@@ -4,7 +4,6 @@
 
 use crate::kernel::{self, CHUNK, Key, Level, Stats};
 use crate::phase::Lens;
-use crate::residual::Progress;
 
 /// What one thread finds in its part of a tensor.
 #[derive(Debug, Default)]
@@ -14,8 +13,8 @@ pub(crate) struct Candidates {
     pub floor: f32,
     /// Statistics of each chunk, where they are wanted.
     pub stats: Vec<Stats>,
-    /// Where a failed pass has to be undone.
-    pub progress: Progress,
+    /// Whether all values of the last accumulating pass are finite.
+    pub finite: bool,
     scratch: Vec<Key>,
     keep: usize,
 }
@@ -33,7 +32,7 @@ impl Candidates {
     pub fn clear(&mut self) {
         self.keys.clear();
         self.stats.clear();
-        self.floor = 0.0;
+        (self.floor, self.finite) = (0.0, true);
     }
 
     fn limit(&self) -> usize {

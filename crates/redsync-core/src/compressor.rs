@@ -33,8 +33,9 @@ pub struct Config {
     pub momentum: Momentum,
     /// Clear the momentum of what was sent.
     pub masking: bool,
-    /// Keep u and v of the step before: a refused gradient then leaves exactly the old state for a layer of any size (else
-    /// up to one rounding in layers of more than 65,536 elements), and the last step can be taken back.
+    /// Keep u and v of the step before, which costs a second u and v and about half a pass over memory: the last step can
+    /// be taken back, and a refused gradient leaves exactly the old state in a layer of any size. Without it, a layer of
+    /// more than 65,536 elements is then as before up to one rounding, and zero where the gradient was not finite.
     pub undo: bool,
 }
 

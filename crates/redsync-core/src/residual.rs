@@ -2,10 +2,10 @@
 //! Comes in: a gradient. Goes out: v, and what in it is greater than a floor, found in the same pass over memory.
 //! What must hold: a gradient that is not finite is refused and taken out again.
 //!
-//! The pass works in place: anything else costs a fifth more. What it overwrites it saves, by default in a buffer that
-//! stays in the cache and holds the last chunk, or all of a layer of up to 65,536 elements. So after a refusal such a
-//! layer is exactly as before; in a larger one the chunks before the bad one are subtracted again, which leaves them as
-//! before up to one rounding. With `undo` all is saved: exact for any size, and the last step can be taken back.
+//! The pass works in place: anything else costs a fifth more. A gradient of up to 65,536 elements is looked at before it
+//! is accumulated, and a refusal changes nothing. A larger one is found bad on the way and subtracted again, which leaves
+//! u and v as they were up to one rounding, and zero where the gradient was not finite. With `undo` the pass saves what
+//! it overwrites: then a refusal changes nothing in a layer of any size, and the last step can be taken back.
 
 use crate::candidates::{Candidates, Split};
 use crate::error::Bad;
@@ -16,8 +16,8 @@ use crate::phase::Phase;
 use crate::select::Wanted;
 use crate::workspace::Workspace;
 
-/// Layers up to this size are saved whole in the workspace.
-const SAVED_WHOLE: usize = 1 << 16;
+/// Gradients up to this size stay in the cache when they are looked at before.
+const CHECKED_FIRST: usize = 1 << 16;
 
 /// How gradients enter the residual.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
@@ -141,12 +141,16 @@ impl Residual {
         if gradient.len() != self.len() {
             return Err(Bad::Length { expected: self.len(), got: gradient.len() });
         }
+        if gradient.len() <= CHECKED_FIRST
+            && let Some(bad) = first_not_finite(gradient)
+        {
+            return Err(bad);
+        }
         let plan = Plan {
             level: workspace.level,
             rule: self.momentum.rule(),
             scale,
             lens: phase.lens(),
-            stream: self.before.is_some(),
             stats: wanted.stats,
         };
         self.forget_before();
@@ -155,9 +159,11 @@ impl Residual {
             before.map_or((&mut [][..], &mut [][..]), |before| (&mut before.u, &mut before.v));
         let span = Span { gradient, u: &mut self.u, v: &mut self.v, saved_u, saved_v, base: 0 };
         let parts = workspace.gather(wanted.floor, wanted.keep, span, &|span, into| span.run(&plan, into));
-        if parts.iter().any(|part| part.progress.failed) {
-            let why = self.blame(gradient);
-            parts.iter().for_each(|part| self.take_back(&part.progress, gradient, scale));
+        if parts.iter().any(|part| !part.finite) {
+            let overflow =
+                || Bad::Overflow { index: self.v.iter().position(|v| !v.is_finite()).unwrap_or(0) };
+            let why = first_not_finite(gradient).unwrap_or_else(overflow);
+            self.take_back(gradient, scale);
             return Err(why);
         }
         if let Some(before) = &mut self.before {
@@ -166,49 +172,26 @@ impl Residual {
         Ok(())
     }
 
-    /// Which element made a pass fail: the gradient's own, or else one whose sum grew too large.
-    fn blame(&self, gradient: Gradient<'_>) -> Bad {
-        let own = (0..gradient.len()).find_map(|index| {
-            let value = gradient.get(index).filter(|g| !g.is_finite())?;
-            Some(Bad::NotFinite { index, value })
-        });
-        own.unwrap_or_else(|| {
-            let index = self.v.iter().position(|v| !v.is_finite()).unwrap_or(0);
-            Bad::Overflow { index }
-        })
-    }
-
-    /// Undoes what one thread did before the pass failed.
-    fn take_back(&mut self, progress: &Progress, gradient: Gradient<'_>, scale: f32) {
-        let Progress { begin, end, saved_from, .. } = *progress;
-        for i in begin..saved_from {
-            let g = gradient.get(i).unwrap_or(0.0) * scale;
-            match self.momentum {
-                Momentum::None => self.v[i] -= g,
-                Momentum::Plain(m) => {
-                    self.v[i] -= self.u[i];
-                    self.u[i] = if m > 0.0 { (self.u[i] - g) / m } else { 0.0 };
-                }
-                Momentum::Nesterov(m) => {
-                    self.v[i] -= self.u[i] + g;
-                    self.u[i] = if m > 0.0 { self.u[i] / m - g } else { 0.0 };
-                }
-            }
+    /// Undoes a pass that turned out not to be finite.
+    fn take_back(&mut self, gradient: Gradient<'_>, scale: f32) {
+        if let Some(before) = &mut self.before {
+            std::mem::swap(&mut self.u, &mut before.u);
+            std::mem::swap(&mut self.v, &mut before.v);
+            return;
         }
-        let range = saved_from..end;
-        let momentum = !self.u.is_empty();
-        let (u, v) = match &self.before {
-            Some(before) => {
-                (&before.u[if momentum { range.clone() } else { 0..0 }], &before.v[range.clone()])
+        let (momentum, mut no_u) = (self.momentum, 0.0);
+        for i in 0..self.v.len() {
+            let g = gradient.get(i).unwrap_or(0.0) * scale;
+            let (u, v) = (self.u.get_mut(i).unwrap_or(&mut no_u), &mut self.v[i]);
+            let m = momentum.coefficient();
+            (*u, *v) = match momentum {
+                Momentum::None => (0.0, *v - g),
+                Momentum::Plain(_) => ((*u - g) / m, *v - *u),
+                Momentum::Nesterov(_) => (*u / m - g, *v - (*u + g)),
+            };
+            if !u.is_finite() || !v.is_finite() {
+                (*u, *v) = (0.0, 0.0);
             }
-            None => (
-                &progress.saved_u[..if momentum { range.len() } else { 0 }],
-                &progress.saved_v[..range.len()],
-            ),
-        };
-        self.v[range.clone()].copy_from_slice(v);
-        if momentum {
-            self.u[range].copy_from_slice(u);
         }
     }
 
@@ -243,17 +226,14 @@ impl Residual {
     }
 }
 
-/// How far one thread came, and what it overwrote last.
-#[derive(Debug, Default)]
-pub(crate) struct Progress {
-    failed: bool,
-    /// The elements that were changed: `begin..end`.
-    begin: usize,
-    end: usize,
-    /// From here on they are saved.
-    saved_from: usize,
-    saved_u: Vec<f32>,
-    saved_v: Vec<f32>,
+/// The first element of a gradient that is NaN or infinite.
+fn first_not_finite(gradient: Gradient<'_>) -> Option<Bad> {
+    let index = match gradient {
+        Gradient::F32(g) => g.iter().position(|x| !x.is_finite()),
+        Gradient::F16(g) => g.iter().position(|x| !x.is_finite()),
+        Gradient::Bf16(g) => g.iter().position(|x| !x.is_finite()),
+    }?;
+    Some(Bad::NotFinite { index, value: gradient.get(index)? })
 }
 
 /// A part of the residual on its way through a pass; what the rule has no use for is empty.
@@ -288,42 +268,24 @@ impl Split for Span<'_> {
 }
 
 impl Span<'_> {
-    /// One thread's pass; it ends at the first chunk that is not finite.
+    /// One thread's pass.
     fn run(mut self, plan: &Plan, into: &mut Candidates) {
-        let (begin, len, undo) = (self.base as usize, self.len(), !self.saved_v.is_empty());
-        let whole = len <= SAVED_WHOLE;
-        let mut progress = std::mem::take(&mut into.progress);
-        if !undo {
-            let room = if whole { len } else { CHUNK };
-            progress.saved_v.resize(progress.saved_v.len().max(room), 0.0);
-            progress
-                .saved_u
-                .resize(progress.saved_u.len().max(if self.u.is_empty() { 0 } else { room }), 0.0);
-        }
-        (progress.failed, progress.begin, progress.end, progress.saved_from) = (false, begin, begin, begin);
         let mut buffer = [0f32; CHUNK];
-        while !progress.failed && self.len() > 0 {
+        let save = !self.saved_v.is_empty();
+        while self.len() > 0 {
             let mid = self.len().min(CHUNK);
             let (Span { gradient, u, v, saved_u, saved_v, base }, rest) = self.split_at(mid);
-            if !undo && !whole {
-                progress.saved_from = base as usize;
-            }
-            let at = base as usize - progress.saved_from;
-            let (saved_u, saved_v) = match undo {
-                true => (saved_u, saved_v),
-                false => (&mut progress.saved_u[at..][..u.len()], &mut progress.saved_v[at..][..mid]),
-            };
             into.bound();
             let slices = Slices { gradient: gradient.as_f32(&mut buffer), u, v, saved_u, saved_v, base };
             let outcome = kernel::pass(plan, into.floor, slices, &mut into.keys);
-            progress.failed = !outcome.finite;
-            progress.end += mid;
+            into.finite &= outcome.finite;
             if plan.stats {
                 into.stats.push(outcome.stats);
             }
             self = rest;
         }
-        kernel::fence(plan);
-        into.progress = progress;
+        if save {
+            kernel::fence(plan.level);
+        }
     }
 }

@@ -92,17 +92,16 @@ impl Workspace {
         self.parts.iter().map(|part| part.keys.len()).sum()
     }
 
-    /// Chooses the largest `most` candidates of the last pass, or all if they are fewer. Returns the least of them; if
+    /// Chooses the largest `most` (not zero) candidates of the last pass, or all if they are fewer. Returns the least of them; if
     /// there were more, the others stand first in `scratch`, in no order.
     pub(crate) fn choose(&mut self, most: usize) -> Option<Key> {
         self.keys.clear();
         for part in &self.parts {
             self.keys.extend_from_slice(&part.keys);
         }
-        if most > 0 && self.keys.len() > most {
+        if self.keys.len() > most {
             return Some(largest(&mut self.keys, most, &mut self.scratch));
         }
-        self.keys.truncate(most);
         self.keys.iter().min().copied()
     }
 

@@ -38,7 +38,8 @@ struct Row {
 enum Contestant {
     Accumulate(Field),
     Selector(Box<Compressor>, Workspace),
-    StdSelectNth { v: Field, magnitudes: Field },
+    StdSelectNth { v: Field },
+    StdSelectNthReuse { v: Field, magnitudes: Field },
 }
 
 /// What happened at one step.
@@ -54,6 +55,7 @@ impl Contestant {
             Contestant::Accumulate(_) => "accumulate",
             Contestant::Selector(compressor, _) => compressor.config().selector.name(),
             Contestant::StdSelectNth { .. } => "std-select-nth",
+            Contestant::StdSelectNthReuse { .. } => "std-select-nth-reuse",
         }
     }
 
@@ -70,22 +72,38 @@ impl Contestant {
                 let exact = is_top_k(chosen, compressor.residual().v(), k);
                 Ok(Outcome { ms, selected: chosen.len(), exact })
             }
-            Contestant::StdSelectNth { v, magnitudes } => {
+            Contestant::StdSelectNth { v } => {
+                let (ms, least) = time_ms(|| {
+                    add_assign(Level::best(), v, gradient);
+                    let mut magnitudes: Vec<f32> = v.iter().map(|v| v.abs()).collect();
+                    kth_largest(&mut magnitudes, k)
+                });
+                Ok(take_out(ms, v, least, k))
+            }
+            Contestant::StdSelectNthReuse { v, magnitudes } => {
                 let (ms, least) = time_ms(|| {
                     add_assign(Level::best(), v, gradient);
                     for (magnitude, v) in magnitudes.iter_mut().zip(v.iter()) {
                         *magnitude = v.abs();
                     }
-                    let at = magnitudes.len() - k;
-                    *magnitudes.select_nth_unstable_by(at, f32::total_cmp).1
+                    kth_largest(magnitudes, k)
                 });
-                // Taking the elements out is not part of its time.
-                let chosen = v.iter_mut().filter(|v| **v != 0.0 && v.abs() >= least);
-                let selected = chosen.map(|v| *v = 0.0).count();
-                Ok(Outcome { ms, selected, exact: selected == k })
+                Ok(take_out(ms, v, least, k))
             }
         }
     }
+}
+
+fn kth_largest(magnitudes: &mut [f32], k: usize) -> f32 {
+    let at = magnitudes.len() - k;
+    *magnitudes.select_nth_unstable_by(at, f32::total_cmp).1
+}
+
+/// Takes what the standard library selected out of v; not part of its time.
+fn take_out(ms: f64, v: &mut [f32], least: f32, k: usize) -> Outcome {
+    let chosen = v.iter_mut().filter(|v| **v != 0.0 && v.abs() >= least);
+    let selected = chosen.map(|v| *v = 0.0).count();
+    Outcome { ms, selected, exact: selected == k }
 }
 
 /// Whether `chosen` are precisely the k largest magnitudes, given what is left of the residual: nothing left may be
@@ -149,7 +167,8 @@ impl Select {
                 Compressor::new(0, "bench", n, Config { density, selector, ..Config::default() })?;
             contestants.push(Contestant::Selector(Box::new(compressor), Workspace::new(threads.into())));
         }
-        contestants.push(Contestant::StdSelectNth { v: Field::zeros(n), magnitudes: Field::zeros(n) });
+        contestants.push(Contestant::StdSelectNthReuse { v: Field::zeros(n), magnitudes: Field::zeros(n) });
+        contestants.push(Contestant::StdSelectNth { v: Field::zeros(n) });
         let mut rows: Vec<(Row, Vec<f64>)> = contestants
             .iter()
             .map(|c| Row {

@@ -1,14 +1,23 @@
 //! The loops with AVX2, eight lanes at a time. Every function here is safe to call: it asserts the lengths it
 //! relies on, and panics if the machine has no AVX2.
+//!
+//! The passes are bound by memory, and the fewer instructions they need per byte, the further ahead of memory they run.
+//! So the loop has no branch that depends on data, and per vector only two operations besides the rule: a running maximum
+//! of the magnitudes as integers, which shows both whether a block has a candidate and whether a value is not finite.
 #![allow(unsafe_code)]
 
 use super::portable::{self, StatLanes};
-use super::{CHUNK, Key, LANES, Level, MOMENTUM, Outcome, PLAIN, Plan, Slices};
+use super::{BLOCK, CHUNK, Key, Level, MOMENTUM, Outcome, PLAIN, Plan, Slices};
 use crate::phase::Lens;
 use std::arch::x86_64::*;
 
-const VECTORS: usize = LANES / 8;
-const BLOCKS: usize = CHUNK / LANES;
+const VECTORS: usize = BLOCK / 8;
+/// One bit in a word for every block of a chunk.
+const BLOCKS: usize = CHUNK / BLOCK;
+const _: () = assert!(BLOCKS == u64::BITS as usize);
+
+/// Magnitudes from here on, as integers, are those of infinity and NaN.
+const NOT_FINITE: i32 = 0x7f80_0000;
 
 /// Proof that AVX2 is there; the check is one load after the first.
 fn require_avx2() {
@@ -22,21 +31,16 @@ pub(super) fn pass<const KIND: u8, const STATS: bool>(
     found: &mut Vec<Key>,
 ) -> Outcome {
     require_avx2();
-    let n = slices.v.len();
-    assert!(
-        n <= CHUNK && slices.gradient.len() == n && slices.saved_v.len() == n,
-        "slices of one pass differ"
-    );
-    if KIND != PLAIN {
-        assert!(slices.u.len() == n && slices.saved_u.len() == n, "slices of one pass differ");
+    let (n, save) = (slices.v.len(), !slices.saved_v.is_empty());
+    assert!(n <= CHUNK && slices.gradient.len() == n, "slices of one pass differ");
+    assert!(KIND == PLAIN || slices.u.len() == n, "slices of one pass differ");
+    if save {
+        let fits = |saved: &[f32]| saved.len() == n && saved.as_ptr().cast::<__m256>().is_aligned();
+        assert!(fits(slices.saved_v) && (KIND == PLAIN || fits(slices.saved_u)), "saved slices do not fit");
     }
-    let aligned = |p: *const f32| p.cast::<__m256>().is_aligned();
-    let stream = plan.stream
-        && aligned(slices.saved_v.as_ptr())
-        && (KIND == PLAIN || aligned(slices.saved_u.as_ptr()));
-    // SAFETY: AVX2 is there and the lengths agree, both checked above; STREAM only with aligned outputs.
+    // SAFETY: AVX2 is there, the lengths agree, and saved slices are aligned, all checked above.
     unsafe {
-        if stream {
+        if save {
             pass_lanes::<KIND, STATS, true>(plan, floor, slices, found)
         } else {
             pass_lanes::<KIND, STATS, false>(plan, floor, slices, found)
@@ -45,38 +49,41 @@ pub(super) fn pass<const KIND: u8, const STATS: bool>(
 }
 
 /// # Safety
-/// Needs AVX2. All slices that KIND uses must be as long as `slices.v`, at most a chunk; with STREAM, those that receive
-/// saved values must be aligned to 32 bytes.
+/// Needs AVX2. All slices that KIND uses must be as long as `slices.v`, at most a chunk; with SAVE also the saved ones,
+/// which must be aligned to 32 bytes.
 #[target_feature(enable = "avx2")]
-unsafe fn pass_lanes<const KIND: u8, const STATS: bool, const STREAM: bool>(
+unsafe fn pass_lanes<const KIND: u8, const STATS: bool, const SAVE: bool>(
     plan: &Plan,
     floor: f32,
     slices: Slices<'_>,
     found: &mut Vec<Key>,
 ) -> Outcome {
     let n = slices.v.len();
-    let whole = n - n % LANES;
-    let lens = Lanes::new(plan.lens);
-    let (floor_lanes, scale, m) =
-        (_mm256_set1_ps(floor), _mm256_set1_ps(plan.scale), _mm256_set1_ps(plan.rule.coefficient()));
+    let whole = n - n % BLOCK;
+    let (lens, scale, m) =
+        (Lanes::new(plan.lens), _mm256_set1_ps(plan.scale), _mm256_set1_ps(plan.rule.coefficient()));
     let (g, u, v) = (slices.gradient.as_ptr(), slices.u.as_mut_ptr(), slices.v.as_mut_ptr());
     let (saved_u, saved_v) = (slices.saved_u.as_mut_ptr(), slices.saved_v.as_mut_ptr());
     let zero = _mm256_setzero_ps();
     let (mut sum, mut max, mut count) = (zero, zero, _mm256_setzero_si256());
-    let mut bad = zero;
-    let mut masks = [0u32; BLOCKS];
-    for (block, mask) in masks[..whole / LANES].iter_mut().enumerate() {
-        let mut above = [zero; VECTORS];
-        for (j, above) in above.iter_mut().enumerate() {
-            let at = block * LANES + 8 * j;
-            // SAFETY: at + 8 <= whole <= the length of every slice that KIND uses; alignment as promised.
+    let magnitude = _mm256_set1_epi32(i32::MAX);
+    let floor_lanes = _mm256_set1_epi32(floor.to_bits() as i32);
+    let mut largest = _mm256_setzero_si256();
+    let mut hits = [0u8; BLOCKS];
+    for (block, hit) in hits[..whole / BLOCK].iter_mut().enumerate() {
+        let mut largest_here = _mm256_setzero_si256();
+        for j in 0..VECTORS {
+            let at = block * BLOCK + 8 * j;
+            // SAFETY: at + 8 <= whole <= the length of every slice that KIND and SAVE use; alignment as promised.
             let value = unsafe {
                 let g = _mm256_mul_ps(_mm256_loadu_ps(g.add(at)), scale);
                 let step = if KIND == PLAIN {
                     g
                 } else {
                     let old = _mm256_loadu_ps(u.add(at));
-                    store::<STREAM>(saved_u.add(at), old);
+                    if SAVE {
+                        _mm256_stream_ps(saved_u.add(at), old);
+                    }
                     let next = if KIND == MOMENTUM {
                         _mm256_add_ps(_mm256_mul_ps(m, old), g)
                     } else {
@@ -86,27 +93,28 @@ unsafe fn pass_lanes<const KIND: u8, const STATS: bool, const STREAM: bool>(
                     if KIND == MOMENTUM { next } else { _mm256_add_ps(next, g) }
                 };
                 let old = _mm256_loadu_ps(v.add(at));
-                store::<STREAM>(saved_v.add(at), old);
+                if SAVE {
+                    _mm256_stream_ps(saved_v.add(at), old);
+                }
                 let next = _mm256_add_ps(old, step);
                 _mm256_storeu_ps(v.add(at), next);
                 next
             };
-            // x - x is zero for a number and NaN for anything else.
-            bad = _mm256_or_ps(bad, _mm256_sub_ps(value, value));
-            let seen = lens.see(value);
-            *above = _mm256_cmp_ps::<_CMP_GT_OQ>(seen, floor_lanes);
+            let size = _mm256_and_si256(_mm256_castps_si256(value), magnitude);
+            largest_here = _mm256_max_epi32(largest_here, size);
             if STATS {
-                let seen = _mm256_max_ps(seen, zero);
+                let seen = _mm256_max_ps(lens.see(value), zero);
                 sum = _mm256_add_ps(sum, seen);
                 max = _mm256_max_ps(max, seen);
                 let competes = _mm256_cmp_ps::<_CMP_GT_OQ>(seen, zero);
                 count = _mm256_sub_epi32(count, _mm256_castps_si256(competes));
             }
         }
-        *mask = mask_of(&above);
+        *hit = any_above(largest_here, floor_lanes);
+        largest = _mm256_max_epi32(largest, largest_here);
     }
-    push_found(slices.v, slices.base, &masks, found);
-    let finite = _mm256_testz_si256(_mm256_castps_si256(bad), _mm256_castps_si256(bad)) == 1;
+    push_hits(plan.lens, floor, slices.v, slices.base, &hits, found);
+    let finite = any_above(largest, _mm256_set1_epi32(NOT_FINITE - 1)) == 0;
     let lanes =
         StatLanes { sum: bytemuck::cast(sum), max: bytemuck::cast(max), count: bytemuck::cast(count) };
     let mut outcome = portable::pass_from::<KIND, STATS>(whole, lanes, plan, floor, slices, found);
@@ -123,70 +131,56 @@ pub(super) fn scan(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec
 
 #[target_feature(enable = "avx2")]
 fn scan_lanes(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec<Key>) {
-    let (rows, tail) = v.as_chunks::<LANES>();
-    let (lanes, floor_lanes) = (Lanes::new(lens), _mm256_set1_ps(floor));
-    let mut masks = [0u32; BLOCKS];
-    for (row, mask) in rows.iter().zip(&mut masks) {
-        let mut above = [_mm256_setzero_ps(); VECTORS];
-        for (j, above) in above.iter_mut().enumerate() {
-            // SAFETY: a row has LANES = 8 * VECTORS elements.
+    let (rows, tail) = v.as_chunks::<BLOCK>();
+    let (lanes, floor_lanes) = (Lanes::new(lens), _mm256_set1_epi32(floor.to_bits() as i32));
+    let mut hits = [0u8; BLOCKS];
+    for (row, hit) in rows.iter().zip(&mut hits) {
+        let mut largest = _mm256_setzero_si256();
+        for j in 0..VECTORS {
+            // SAFETY: a row has BLOCK = 8 * VECTORS elements.
             let value = unsafe { _mm256_loadu_ps(row.as_ptr().add(8 * j)) };
-            *above = _mm256_cmp_ps::<_CMP_GT_OQ>(lanes.see(value), floor_lanes);
+            largest = _mm256_max_epi32(largest, _mm256_castps_si256(lanes.see(value)));
         }
-        *mask = mask_of(&above);
+        *hit = any_above(largest, floor_lanes);
     }
-    push_found(v, base, &masks, found);
+    push_hits(lens, floor, v, base, &hits, found);
     portable::scan(lens, floor, tail, base + (v.len() - tail.len()) as u32, found);
 }
 
-/// One bit per lane, in order.
+/// One bit for every lane of `sizes` that is above; floats that are not negative compare like integers.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn mask_of(above: &[__m256; VECTORS]) -> u32 {
-    let bits = above.map(|lanes| _mm256_movemask_ps(lanes) as u32);
-    bits[0] | bits[1] << 8 | bits[2] << 16 | bits[3] << 24
+fn any_above(sizes: __m256i, floor: __m256i) -> u8 {
+    _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(sizes, floor))) as u8
 }
 
-/// # Safety
-/// `to` must be valid for writes of eight floats, and aligned to 32 bytes with STREAM.
-#[inline]
+/// Looks again at the blocks with a hit and appends their candidates, in order.
 #[target_feature(enable = "avx2")]
-unsafe fn store<const STREAM: bool>(to: *mut f32, value: __m256) {
-    // SAFETY: as promised by the caller.
-    unsafe { if STREAM { _mm256_stream_ps(to, value) } else { _mm256_storeu_ps(to, value) } }
-}
-
-/// Appends the elements marked in `masks`, in order. This comes after the loop, which so has no branch that depends on
-/// the data: a wrong guess there would stall the stream from memory.
-#[target_feature(enable = "avx2")]
-fn push_found(v: &[f32], base: u32, masks: &[u32; BLOCKS], found: &mut Vec<Key>) {
-    let (groups, _) = masks.as_chunks::<64>();
-    for (group, masks) in groups.iter().enumerate() {
-        let mut hit = !zeros_among(masks);
-        while hit != 0 {
-            let block = hit.trailing_zeros() as usize;
-            let mut mask = masks[block];
-            while mask != 0 {
-                let i = (64 * group + block) * LANES + mask.trailing_zeros() as usize;
-                found.push(Key::new(v[i], base + i as u32));
-                mask &= mask - 1;
-            }
-            hit &= hit - 1;
+fn push_hits(lens: Lens, floor: f32, v: &[f32], base: u32, hits: &[u8; BLOCKS], found: &mut Vec<Key>) {
+    let halves: &[[u8; 32]; 2] = bytemuck::cast_ref(hits);
+    let quiet = halves.map(|half| {
+        let zero = _mm256_cmpeq_epi8(bytemuck::cast(half), _mm256_setzero_si256());
+        u64::from(_mm256_movemask_epi8(zero) as u32)
+    });
+    let mut hit = !(quiet[0] | quiet[1] << 32);
+    let (rows, _) = v.as_chunks::<BLOCK>();
+    let (lanes, floor_lanes) = (Lanes::new(lens), _mm256_set1_ps(floor));
+    while hit != 0 {
+        let block = hit.trailing_zeros() as usize;
+        let mut above = 0u64;
+        for j in 0..VECTORS {
+            // SAFETY: a row has BLOCK = 8 * VECTORS elements.
+            let value = unsafe { _mm256_loadu_ps(rows[block].as_ptr().add(8 * j)) };
+            let mask = _mm256_cmp_ps::<_CMP_GT_OQ>(lanes.see(value), floor_lanes);
+            above |= (_mm256_movemask_ps(mask) as u64) << (8 * j);
         }
+        while above != 0 {
+            let i = block * BLOCK + above.trailing_zeros() as usize;
+            found.push(Key::new(v[i], base + i as u32));
+            above &= above - 1;
+        }
+        hit &= hit - 1;
     }
-}
-
-/// One bit for every mask that is zero.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn zeros_among(masks: &[u32; 64]) -> u64 {
-    let eights: &[[u32; 8]; 8] = bytemuck::cast_ref(masks);
-    let mut bits = 0u64;
-    for (i, eight) in eights.iter().enumerate() {
-        let zero = _mm256_cmpeq_epi32(bytemuck::cast(*eight), _mm256_setzero_si256());
-        bits |= (_mm256_movemask_ps(_mm256_castsi256_ps(zero)) as u64) << (8 * i);
-    }
-    bits
 }
 
 /// A [`Lens`] for eight lanes.

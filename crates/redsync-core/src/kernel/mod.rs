@@ -10,8 +10,8 @@ use crate::phase::Lens;
 
 /// Elements per call, so that a caller can bound what one call finds. A multiple of [`LANES`].
 pub(crate) const CHUNK: usize = 4096;
-/// Elements per turn of the loops.
-const LANES: usize = 32;
+/// Elements per turn of the loops, which look for hits one block at a time.
+const BLOCK: usize = 64;
 /// Partial results of [`Stats`] within a chunk.
 const STAT_LANES: usize = 8;
 
@@ -67,8 +67,6 @@ pub(crate) struct Plan {
     /// Multiplies the gradient as it enters (1/N).
     pub scale: f32,
     pub lens: Lens,
-    /// What is saved will not be read soon: write it around the cache where the machine can.
-    pub stream: bool,
     /// Whether [`Stats`] are wanted.
     pub stats: bool,
 }
@@ -81,23 +79,23 @@ pub(crate) struct Slices<'a> {
     pub u: &'a mut [f32],
     /// Changed in place.
     pub v: &'a mut [f32],
-    /// Receives u as it was.
+    /// Receives u as it was, unless `saved_v` is empty.
     pub saved_u: &'a mut [f32],
-    /// Receives v as it was.
+    /// Receives v as it was, unless it is empty.
     pub saved_v: &'a mut [f32],
     /// Index of the first element in its tensor.
     pub base: u32,
 }
 
-/// Makes what passes wrote around the cache visible to other threads. To be called once after the last pass of a thread:
+/// Makes what passes saved around the cache visible to other threads. To be called once after the last pass of a thread:
 /// after every chunk it would cost half as much as the pass itself.
-pub(crate) fn fence(plan: &Plan) {
+pub(crate) fn fence(level: Level) {
     #[cfg(target_arch = "x86_64")]
-    if plan.stream && plan.level == Level::Avx2 {
+    if level == Level::Avx2 {
         avx2::fence();
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = plan;
+    let _ = level;
 }
 
 /// What a pass over a chunk found out.
@@ -206,6 +204,7 @@ impl Key {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::field::Field;
     use crate::phase::Phase;
     use proptest::prelude::*;
 
@@ -240,14 +239,15 @@ mod tests {
     /// Everything a pass gives, comparable bit by bit; NaN counts as one value.
     fn run(
         plan: &Plan,
+        save: bool,
         floor: f32,
         g: &[f32],
         u: &[f32],
         v: &[f32],
     ) -> impl PartialEq + std::fmt::Debug + use<> {
-        let (mut u, mut v, mut saved_u, mut saved_v) = (u.to_vec(), v.to_vec(), u.to_vec(), v.to_vec());
-        saved_u.fill(0.0);
-        saved_v.fill(0.0);
+        let (mut u, mut v) = (u.to_vec(), v.to_vec());
+        let room = if save { v.len() } else { 0 };
+        let (mut saved_u, mut saved_v) = (Field::zeros(room), Field::zeros(room));
         let mut found = Vec::new();
         let slices = Slices {
             gradient: g,
@@ -258,7 +258,7 @@ mod tests {
             base: 5,
         };
         let Outcome { finite, stats } = pass(plan, floor, slices, &mut found);
-        fence(plan);
+        fence(plan.level);
         let mut scanned = Vec::new();
         scan(plan.level, plan.lens, floor, &v, 5, &mut scanned);
         // Keys and statistics of what is not finite mean nothing.
@@ -274,11 +274,11 @@ mod tests {
         fn every_level_gives_the_same_bits(
             rule in rules(), (g, u, v) in inputs(), floor in 0f32..500.0, scale in 0.1f32..2.0,
             phase in prop_oneof![Just(Phase::Both), Just(Phase::Positive), Just(Phase::Negative)],
-            stream: bool, stats: bool,
+            save: bool, stats: bool,
         ) {
-            let plan = |level| Plan { level, rule, scale, lens: phase.lens(), stream, stats };
-            let portable = run(&plan(Level::Portable), floor, &g, &u, &v);
-            prop_assert_eq!(portable, run(&plan(Level::best()), floor, &g, &u, &v));
+            let plan = |level| Plan { level, rule, scale, lens: phase.lens(), stats };
+            let portable = run(&plan(Level::Portable), save, floor, &g, &u, &v);
+            prop_assert_eq!(portable, run(&plan(Level::best()), save, floor, &g, &u, &v));
         }
 
         #[test]
@@ -287,15 +287,13 @@ mod tests {
             phase in prop_oneof![Just(Phase::Both), Just(Phase::Positive), Just(Phase::Negative)],
         ) {
             let (lens, zeros) = (phase.lens(), vec![0.0; v.len()]);
-            let plan = Plan {
-                level: Level::best(), rule: Rule::Plain, scale: 1.0, lens, stream: false, stats: true
-            };
-            let (mut changed, mut saved, mut found) = (v.clone(), zeros.clone(), Vec::new());
+            let plan = Plan { level: Level::best(), rule: Rule::Plain, scale: 1.0, lens, stats: true };
+            let (mut changed, mut saved, mut found) = (v.clone(), Field::zeros(v.len()), Vec::new());
             let slices = Slices {
                 gradient: &zeros, u: &mut [], v: &mut changed, saved_u: &mut [], saved_v: &mut saved, base: 0
             };
             let Outcome { finite, stats } = pass(&plan, floor, slices, &mut found);
-            prop_assert_eq!(&saved, &v);
+            prop_assert_eq!(&saved[..], &v[..]);
             let mut scanned = Vec::new();
             scan(Level::best(), lens, floor, &v, 0, &mut scanned);
             prop_assert_eq!(&scanned, &found);

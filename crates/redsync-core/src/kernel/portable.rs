@@ -1,6 +1,6 @@
 //! The loops in plain Rust. They define the result; the other levels are tested against them bit by bit.
 
-use super::{Key, LANES, MOMENTUM, Outcome, PLAIN, Plan, STAT_LANES, Slices, Stats};
+use super::{BLOCK, Key, MOMENTUM, Outcome, PLAIN, Plan, STAT_LANES, Slices, Stats};
 use crate::phase::Lens;
 
 pub(super) fn pass<const KIND: u8, const STATS: bool>(
@@ -40,9 +40,11 @@ pub(super) fn pass_from<const KIND: u8, const STATS: bool>(
 ) -> Outcome {
     let Slices { gradient, u, v, saved_u, saved_v, base } = slices;
     let mut finite = true;
-    saved_v[start..].copy_from_slice(&v[start..]);
-    if KIND != PLAIN {
-        saved_u[start..].copy_from_slice(&u[start..]);
+    if !saved_v.is_empty() {
+        saved_v[start..].copy_from_slice(&v[start..]);
+        if KIND != PLAIN {
+            saved_u[start..].copy_from_slice(&u[start..]);
+        }
     }
     for i in start..v.len() {
         let momentum = if KIND == PLAIN { 0.0 } else { u[i] };
@@ -61,10 +63,10 @@ pub(super) fn pass_from<const KIND: u8, const STATS: bool>(
 }
 
 pub(super) fn scan(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec<Key>) {
-    for (block, values) in v.chunks(LANES).enumerate() {
+    for (block, values) in v.chunks(BLOCK).enumerate() {
         if values.iter().fold(false, |any, x| any | (lens.see(*x) > floor)) {
             let keys = values.iter().enumerate().filter(|(_, x)| lens.see(**x) > floor);
-            found.extend(keys.map(|(j, x)| Key::new(*x, base + (block * LANES + j) as u32)));
+            found.extend(keys.map(|(j, x)| Key::new(*x, base + (block * BLOCK + j) as u32)));
         }
     }
 }

@@ -12,9 +12,7 @@ pub(super) fn choose(v: &[f32], phase: Phase, k: usize, workspace: &mut Workspac
         v.iter().enumerate().filter(|(_, x)| lens.see(**x) > 0.0).map(|(i, x)| Key::new(*x, i as u32)),
     );
     if keys.len() > k {
-        if k > 0 {
-            keys.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
-        }
+        keys.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
         keys.truncate(k);
         keys.sort_unstable_by_key(|key| key.index());
     }

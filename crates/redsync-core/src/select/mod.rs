@@ -83,6 +83,10 @@ impl Selector {
         workspace: &mut Workspace,
     ) {
         let memory = memory.of_mut(phase);
+        if k == 0 {
+            workspace.keys.clear();
+            return;
+        }
         match self {
             Selector::Exact => exact::choose(v, phase, k, workspace),
             Selector::Trimmed => trimmed::choose(memory, v, phase, k, workspace),

@@ -1,0 +1,172 @@
+//! Ruling 16 and bad input in general: an exact error, and the state as it was.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod common;
+
+use common::{density, send};
+use proptest::prelude::*;
+use redsync_core::{
+    Bad, Compressor, Config, ConfigError, FrameWriter, Gradient, LayerError, Memory, Momentum, Remembered,
+    Sparse, Workspace, apply,
+};
+
+fn state(layer: &Compressor) -> (Vec<u32>, Vec<u32>, Memory) {
+    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect();
+    (bits(layer.residual().u()), bits(layer.residual().v()), layer.memory())
+}
+
+fn layer(n: usize, momentum: Momentum, undo: bool) -> Compressor {
+    let config = Config { momentum, undo, density: density(0.1), ..Config::default() };
+    let mut layer = Compressor::new(7, "conv3.weight", n, config).unwrap();
+    let mut workspace = Workspace::new(1);
+    for step in 0..3u64 {
+        let g: Vec<f32> =
+            (0..n).map(|i| ((i as u64 * 7919 + step * 31) % 1009) as f32 * 1e-3 - 0.5).collect();
+        send(&mut layer, step, &g, 0.25, &mut workspace);
+    }
+    layer
+}
+
+const MOMENTA: [Momentum; 3] = [Momentum::None, Momentum::Plain(0.9), Momentum::Nesterov(0.9)];
+
+proptest! {
+    #[test]
+    fn a_gradient_that_is_not_finite_is_named_and_changes_nothing(
+        n in 1usize..9000, at: prop::sample::Index, undo: bool, which in 0usize..3,
+        bad in prop_oneof![Just(f32::NAN), Just(f32::INFINITY), Just(f32::NEG_INFINITY)],
+    ) {
+        let mut layer = layer(n, MOMENTA[which], undo);
+        let before = state(&layer);
+        let mut g = vec![0.1f32; n];
+        let index = at.index(n);
+        g[index] = bad;
+        let mut frame = FrameWriter::new();
+        frame.begin(9, 0);
+        let length = frame.len();
+        let error = layer.compress(9, Gradient::F32(&g), 0.25, &mut Workspace::new(1), &mut frame).unwrap_err();
+        prop_assert_eq!(&error.layer, "conv3.weight");
+        prop_assert_eq!(error.step, 9);
+        let right = matches!(error.why, Bad::NotFinite { index: i, value } if i == index && value.to_bits() == bad.to_bits());
+        prop_assert!(right, "{}", error);
+        prop_assert_eq!(state(&layer), before);
+        prop_assert_eq!((frame.len(), frame.messages()), (length, 0));
+    }
+}
+
+/// Too large to be looked at first: exact with `undo`, else subtracted again.
+#[test]
+fn a_large_layer_is_restored() {
+    let n = 300_000;
+    for momentum in MOMENTA {
+        for (undo, threads) in [(true, 1), (false, 1), (true, 2), (false, 2)] {
+            let mut layer = layer(n, momentum, undo);
+            let before = state(&layer);
+            let (u, v) = (layer.residual().u().to_vec(), layer.residual().v().to_vec());
+            let mut g: Vec<f32> = (0..n).map(|i| (i % 113) as f32 * 1e-2).collect();
+            g[n - 5] = f32::NAN;
+            let error = layer.select(9, Gradient::F32(&g), 0.25, &mut Workspace::new(threads)).unwrap_err();
+            assert!(matches!(error.why, Bad::NotFinite { index, .. } if index == n - 5), "{error}");
+            if undo {
+                assert_eq!(state(&layer), before);
+            }
+            let near = |a: &[f32], b: &[f32]| {
+                a.iter()
+                    .zip(b)
+                    .enumerate()
+                    .all(|(i, (a, b))| (a - b).abs() < 1e-5 || (i == n - 5 && *a == 0.0))
+            };
+            assert!(near(layer.residual().v(), &v) && near(layer.residual().u(), &u), "{momentum:?}");
+            assert!(!layer.roll_back());
+            layer.select(9, Gradient::F32(&v), 0.25, &mut Workspace::new(threads)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_overflowing_sum_is_an_error_too() {
+    let config = Config { undo: true, density: density(0.4), ..Config::default() };
+    let mut layer = Compressor::new(0, "l", 3, config).unwrap();
+    let mut workspace = Workspace::new(1);
+    send(&mut layer, 0, &[f32::MAX, f32::MAX, f32::MAX], 1.0, &mut workspace);
+    let before = state(&layer);
+    let error = layer.select(1, Gradient::F32(&[0.0, 1.0, f32::MAX]), 1.0, &mut workspace).unwrap_err();
+    assert_eq!(error, LayerError { layer: "l".into(), step: 1, why: Bad::Overflow { index: 2 } });
+    assert_eq!(state(&layer), before);
+}
+
+#[test]
+fn wrong_lengths_scales_and_targets_are_refused() {
+    let mut layer = layer(10, Momentum::None, false);
+    let before = state(&layer);
+    let mut workspace = Workspace::new(1);
+    let error = layer.select(1, Gradient::F32(&[1.0; 9]), 1.0, &mut workspace).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "layer conv3.weight, step 1: the gradient has 9 elements, the layer has 10"
+    );
+    assert!(matches!(
+        layer.select(1, Gradient::F32(&[1.0; 10]), f32::NAN, &mut workspace).unwrap_err().why,
+        Bad::Scale(_)
+    ));
+    assert_eq!(state(&layer), before);
+
+    let messages = [Sparse::from_parts(4, vec![1], vec![1.0]).unwrap()];
+    let mut target = [0.0; 5];
+    let error = apply::add(&mut target, &messages, 1.0, &mut workspace).unwrap_err();
+    assert_eq!((error.rank, error.theirs, error.ours), (0, 4, 5));
+    assert_eq!(target, [0.0; 5]);
+
+    for (n, indices, values) in [
+        (3, vec![3], vec![1.0]),
+        (3, vec![1, 1], vec![1.0; 2]),
+        (3, vec![0], vec![]),
+        (3, vec![0], vec![f32::NAN]),
+    ] {
+        assert!(Sparse::from_parts(n, indices, values).is_err());
+    }
+}
+
+#[test]
+fn nonsense_configurations_are_refused() {
+    for m in [-0.1, 1.0, f32::NAN] {
+        let config = Config { momentum: Momentum::Plain(m), ..Config::default() };
+        assert!(matches!(Compressor::new(0, "l", 1, config), Err(ConfigError::Momentum(_))));
+    }
+    assert!(matches!(Compressor::new(0, "l", 1 << 32, Config::default()), Err(ConfigError::TooLong(_))));
+}
+
+#[test]
+fn a_step_can_be_taken_back_exactly_once() {
+    for momentum in MOMENTA {
+        for n in [100, 100_000] {
+            let mut layer = layer(n, momentum, true);
+            let mut workspace = Workspace::new(1);
+            let before = state(&layer);
+            let g: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
+            let first: Vec<_> = send(&mut layer, 3, &g, 0.5, &mut workspace).iter().collect();
+            let after = state(&layer);
+            assert!(layer.roll_back());
+            assert_eq!(state(&layer), before);
+            assert!(!layer.roll_back());
+            let again: Vec<_> = send(&mut layer, 3, &g, 0.5, &mut workspace).iter().collect();
+            assert_eq!((again, state(&layer)), (first, after));
+        }
+    }
+    assert!(!layer(10, Momentum::None, false).roll_back());
+}
+
+#[test]
+fn saved_state_is_restored_or_refused() {
+    let saved = layer(50, Momentum::Plain(0.9), false);
+    let mut fresh = Compressor::new(7, "conv3.weight", 50, *saved.config()).unwrap();
+    assert!(fresh.residual_mut().restore(saved.residual().u(), saved.residual().v()));
+    fresh.set_memory(Memory::from_phases(saved.memory().phases()).unwrap());
+    assert_eq!(state(&fresh), state(&saved));
+    let (u, v) = (saved.residual().u(), saved.residual().v());
+    assert!(!fresh.residual_mut().restore(&u[1..], v));
+    assert!(!fresh.residual_mut().restore(u, &[f32::NAN; 50]));
+    assert!(!fresh.residual_mut().adopt_momentum(&u[1..], 2));
+    assert_eq!(state(&fresh), state(&saved));
+    let bad = Remembered { threshold: f32::NAN, ..Remembered::default() };
+    assert!(Memory::from_phases([bad; 3]).is_none());
+}

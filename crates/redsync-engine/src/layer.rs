@@ -1,0 +1,31 @@
+//! What the synchronizer has to know of a layer.
+
+/// What a layer's parameters are, which decides how they are sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// A matrix or a convolution kernel: compressed if it is large enough.
+    Weight,
+    /// A bias or a normalization parameter: always dense.
+    BiasOrNorm,
+    /// The last weight of the network: compressed, never quantized.
+    Output,
+}
+
+/// One parameter tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layer {
+    /// Its name, the same on every rank.
+    pub name: String,
+    /// Its number of elements.
+    pub size: usize,
+    /// What it is.
+    pub kind: Kind,
+}
+
+impl Layer {
+    /// A layer of a name, size and kind.
+    pub fn new(name: impl Into<String>, size: usize, kind: Kind) -> Self {
+        Layer { name: name.into(), size, kind }
+    }
+}
