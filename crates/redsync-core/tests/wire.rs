@@ -159,6 +159,23 @@ fn unsorted_or_outside_plain_indices_are_refused() {
     assert!(set(sent.len() - 1, N as u32).unwrap_err().contains(&format!("position {}", sent.len() - 1)));
 }
 
+/// The example of docs/wire-format.md, byte by byte.
+#[test]
+fn the_documented_example_is_what_is_written() {
+    let config = Config { values: Values::Asq, density: density(0.25), ..Config::default() };
+    let mut layer = Compressor::new(5, "l", 8, config).unwrap();
+    let mut writer = FrameWriter::new();
+    writer.begin(2, 0);
+    let g = [0.0, 1.0, 0.0, -9.0, 3.0, 0.5, 0.0, 0.0];
+    layer.compress(2, Gradient::F32(&g), 1.0, &mut Workspace::new(1), &mut writer).unwrap();
+    let message =
+        [5, 0, 0, 0, 8, 0, 0, 0, 2, 0, 0, 0, 1, 1, 2, 1, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x40, 0x0b];
+    let frame = writer.finish();
+    assert_eq!(frame[32..], message);
+    assert_eq!(frame[..20], *b"RSYN\x01\0\x01\0\x02\0\0\0\0\0\0\0\0\0\0\0");
+    assert_eq!(frame[24..32], 61u64.to_le_bytes());
+}
+
 #[test]
 fn several_layers_share_a_frame() {
     let (mut workspace, mut writer) = (Workspace::new(1), FrameWriter::new());

@@ -220,10 +220,3 @@ pub(super) fn fence() {
     // SAFETY: every x86-64 machine has SSE.
     unsafe { _mm_sfence() };
 }
-
-pub(super) fn prefetch(slice: &[f32]) {
-    for line in slice.chunks(16) {
-        // SAFETY: a prefetch is a hint and reads nothing; the address is that of a live element.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
-    }
-}

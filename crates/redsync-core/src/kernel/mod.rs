@@ -165,14 +165,6 @@ pub fn add_assign(level: Level, v: &mut [f32], g: &[f32]) {
     }
 }
 
-/// Asks the machine to bring a slice near, one cache line after the other; does nothing where it cannot.
-pub(crate) fn prefetch(slice: &[f32]) {
-    #[cfg(target_arch = "x86_64")]
-    avx2::prefetch(slice);
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = slice;
-}
-
 /// One found element in one word, ordered as selection orders: by magnitude, then the smaller index first.
 /// Bits 63..33 hold the magnitude, 32..1 the complement of the index, 0 the sign.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
