@@ -56,6 +56,11 @@ impl Workspace {
         &self.message
     }
 
+    /// Takes what the last selection chose, and leaves another vector whose buffers the next one fills.
+    pub fn swap_message(&mut self, other: &mut Sparse) {
+        std::mem::swap(&mut self.message, other);
+    }
+
     pub(crate) fn threads(&self) -> usize {
         self.parts.len()
     }

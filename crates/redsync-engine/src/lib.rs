@@ -1,2 +1,58 @@
-//! The engine.
-pub mod layer;
+//! The synchronizer: gradients go in as backpropagation yields them, updates come out, the same on every rank.
+//!
+//! ```text
+//! submit --> [compress thread] --> communicator --> [receive thread] --> finish --> Update
+//!             residual, select,     allgather or      decode
+//!             quantize, encode      allreduce
+//! ```
+//!
+//! Compression and exchange proceed while backpropagation goes on; [`Synchronizer::finish`] waits for what is left.
+//!
+//! ```
+//! use redsync_comm::local;
+//! use redsync_engine::{Config, Kind, Layer, Method, Synchronizer};
+//! use std::sync::Arc;
+//!
+//! let run = |comm| {
+//!     std::thread::spawn(move || {
+//!         let layers = vec![Layer::new("weight", 50_000, Kind::Weight), Layer::new("bias", 10, Kind::BiasOrNorm)];
+//!         let config = Config { method: Method::RgcAsq, ..Config::default() };
+//!         let mut sync = Synchronizer::new(layers, config, Arc::new(comm))?;
+//!         let mut weights = [vec![1f32; 50_000], vec![1f32; 10]];
+//!         for _ in 0..3 {
+//!             sync.submit(1, vec![0.5; 10])?; // in any order, as the backward pass yields them
+//!             sync.submit(0, vec![0.25; 50_000])?;
+//!             sync.finish()?;
+//!             for (layer, weights) in weights.iter_mut().enumerate() {
+//!                 sync.apply(layer, weights, 0.1)?; // w -= 0.1 * mean gradient, where it was sent
+//!             }
+//!         }
+//!         sync.check_replicas(&[&weights[0], &weights[1]])
+//!     })
+//! };
+//! let ranks: Vec<_> = local::group(2).into_iter().map(run).collect();
+//! let hashes: Vec<u64> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Result<_, _>>()?;
+//! assert_eq!(hashes[0], hashes[1]);
+//! # Ok::<(), redsync_engine::SyncError>(())
+//! ```
+
+mod config;
+mod error;
+mod hello;
+mod layer;
+pub mod models;
+mod pipeline;
+mod plan;
+mod replica;
+mod source;
+pub mod state;
+mod stats;
+mod synchronizer;
+
+pub use config::{Choice, Config, Method, Mode, Preset, Stage, WarmUp};
+pub use error::SyncError;
+pub use layer::{Kind, Layer};
+pub use replica::replica_hash;
+pub use source::{Source, Window};
+pub use stats::{LayerStats, StepStats};
+pub use synchronizer::{Submitter, Synchronizer, Update};

@@ -1,0 +1,184 @@
+//! What a user chooses for a run: method, plan, density, warm-up, momentum, mode, deadline.
+//! What must hold: every choice that changes a message is the same on all ranks; the hello at the start checks it.
+
+use redsync_core::{Momentum, Selector};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How gradients are synchronized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Method {
+    /// Dense allreduce of everything: the baseline.
+    #[serde(rename = "sgd")]
+    Sgd,
+    /// Residual gradient compression.
+    #[serde(rename = "rgc")]
+    Rgc,
+    /// Residual gradient compression with Alternating Signs Quantization.
+    #[serde(rename = "rgc+asq")]
+    RgcAsq,
+    /// Residual gradient compression with full selection: the paper's slow baseline.
+    #[serde(rename = "rgc-naive")]
+    RgcNaive,
+}
+
+impl Method {
+    /// Every method.
+    pub const ALL: [Method; 4] = [Method::Sgd, Method::Rgc, Method::RgcAsq, Method::RgcNaive];
+
+    /// The name by which users choose it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Method::Sgd => "sgd",
+            Method::Rgc => "rgc",
+            Method::RgcAsq => "rgc+asq",
+            Method::RgcNaive => "rgc-naive",
+        }
+    }
+
+    /// The method of a name.
+    ///
+    /// ```
+    /// use redsync_engine::Method;
+    /// assert_eq!(Method::from_name("rgc+asq"), Some(Method::RgcAsq));
+    /// ```
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|method| method.name() == name)
+    }
+}
+
+/// How layers that may be compressed are treated, unless [`Config::layers`] says otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Preset {
+    /// Carried threshold and Rice-coded indices.
+    Auto,
+    /// As in the paper: trimmed selection for CNNs, threshold search for RNNs, indices of 32 bits.
+    Paper,
+}
+
+/// A choice for one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// Dense allreduce.
+    Dense,
+    /// Compressed.
+    Sparse {
+        /// How elements are chosen.
+        selector: Selector,
+        /// Whether one mean stands for all values.
+        quantized: bool,
+    },
+}
+
+/// The first steps of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WarmUp {
+    /// Compressed from the first step on.
+    None,
+    /// Dense for this many steps, as the paper recommends.
+    Dense(u64),
+    /// The densities 25, 6.25, 1.5625 and 0.4%, this many steps each, as far as they are above the final one.
+    Ramp(u64),
+}
+
+/// What is sent at a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Stage {
+    /// Everything is dense.
+    Dense,
+    /// Compressed layers are sent at this density.
+    Sparse(f64),
+}
+
+impl WarmUp {
+    /// The densities of a ramp before the final one.
+    const RAMP: [f64; 4] = [0.25, 0.0625, 0.015625, 0.004];
+
+    /// The stage of a step, given the final density.
+    ///
+    /// ```
+    /// use redsync_engine::{Stage, WarmUp};
+    /// assert_eq!(WarmUp::Dense(5).stage(4, 0.001), Stage::Dense);
+    /// assert_eq!(WarmUp::Ramp(10).stage(15, 0.001), Stage::Sparse(0.0625));
+    /// assert_eq!(WarmUp::Ramp(10).stage(40, 0.001), Stage::Sparse(0.001));
+    /// ```
+    pub fn stage(self, step: u64, density: f64) -> Stage {
+        match self {
+            WarmUp::Dense(steps) if step < steps => Stage::Dense,
+            WarmUp::Ramp(steps) => {
+                let at = step.checked_div(steps).and_then(|i| Self::RAMP.get(usize::try_from(i).ok()?));
+                Stage::Sparse(at.map_or(density, |ramp| ramp.max(density)))
+            }
+            _ => Stage::Sparse(density),
+        }
+    }
+}
+
+/// When gradients are compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// As soon as each is there: compression and exchange overlap with the backward pass.
+    Cnn,
+    /// When all are there, because they are clipped together first: compression overlaps with exchange only.
+    Rnn {
+        /// The largest norm of all gradients together; None clips nothing.
+        clip: Option<f32>,
+    },
+}
+
+/// Everything a run can choose.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// How gradients are synchronized.
+    pub method: Method,
+    /// How layers are treated.
+    pub preset: Preset,
+    /// Choices for layers by name, instead of the preset's.
+    pub layers: BTreeMap<String, Choice>,
+    /// Layers of fewer bytes are dense.
+    pub dense_below: usize,
+    /// The fraction of a compressed layer that is sent at a step.
+    pub density: f64,
+    /// The first steps.
+    pub warm_up: WarmUp,
+    /// Momentum of compressed layers; the optimizer behind applies it to dense layers only.
+    pub momentum: Momentum,
+    /// Clear the momentum of what was sent.
+    pub masking: bool,
+    /// Send values that are not quantized as bf16.
+    pub bf16: bool,
+    /// When gradients are compressed.
+    pub mode: Mode,
+    /// The longest wait for other ranks.
+    pub deadline: Duration,
+    /// Threads of each compressing pass.
+    pub threads: usize,
+    /// For fault tests: damage this rank's frames at a step.
+    #[doc(hidden)]
+    pub damage_at: Option<u64>,
+}
+
+impl Default for Config {
+    /// rgc+asq at 0.1%, no warm-up, no momentum, 60 seconds, one thread.
+    fn default() -> Self {
+        Config {
+            method: Method::RgcAsq,
+            preset: Preset::Auto,
+            layers: BTreeMap::new(),
+            dense_below: 128 << 10,
+            density: 0.001,
+            warm_up: WarmUp::None,
+            momentum: Momentum::None,
+            masking: true,
+            bf16: false,
+            mode: Mode::Cnn,
+            deadline: Duration::from_secs(60),
+            threads: 1,
+            damage_at: None,
+        }
+    }
+}

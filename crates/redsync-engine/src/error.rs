@@ -1,0 +1,103 @@
+//! Everything that can end a synchronized step. Each text is one line that names rank, layer and cause as far as known.
+
+use crate::state::StateError;
+use redsync_comm::CommError;
+use redsync_core::apply::ApplyError;
+use redsync_core::wire::{FrameError, MessageError};
+use redsync_core::{ConfigError, LayerError};
+use thiserror::Error;
+
+/// Why a synchronizer failed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum SyncError {
+    /// A layer cannot be set up.
+    #[error("layer {layer}: {why}")]
+    Config {
+        /// Its name.
+        layer: String,
+        /// What is wrong.
+        why: ConfigError,
+    },
+    /// Two layers have one name, or a choice names no layer.
+    #[error("{0}")]
+    Layers(String),
+    /// A rank runs something else.
+    #[error("rank {rank} runs something else: {what} is {theirs} there, {ours} here")]
+    Hello {
+        /// The rank.
+        rank: usize,
+        /// What differs.
+        what: String,
+        /// Its value there.
+        theirs: String,
+        /// Its value here.
+        ours: String,
+    },
+    /// A gradient was refused.
+    #[error(transparent)]
+    Layer(#[from] LayerError),
+    /// Another rank gave up.
+    #[error("rank {rank} gave up: {reason}")]
+    Peer {
+        /// The rank.
+        rank: usize,
+        /// What it said.
+        reason: String,
+    },
+    /// The exchange failed.
+    #[error("{layers}: {source}")]
+    Exchange {
+        /// The layers that were being exchanged.
+        layers: String,
+        /// Why it failed.
+        source: CommError,
+    },
+    /// A frame of a rank is not what it should be.
+    #[error("frame of rank {rank} with {layers}: {why}")]
+    Frame {
+        /// The rank.
+        rank: usize,
+        /// The layers it should hold.
+        layers: String,
+        /// What is wrong.
+        why: FrameError,
+    },
+    /// A message of a rank is not what it should be.
+    #[error("rank {rank}, layer {layer}: {why}")]
+    Message {
+        /// The rank.
+        rank: usize,
+        /// The layer's name.
+        layer: String,
+        /// What is wrong.
+        why: MessageError,
+    },
+    /// An update does not fit the weights.
+    #[error("layer {layer}: {why}")]
+    Apply {
+        /// The layer's name.
+        layer: String,
+        /// What is wrong.
+        why: ApplyError,
+    },
+    /// The replicas are no longer equal.
+    #[error("replicas differ at step {step}: layer {layer} of rank {rank} is not that of rank 0")]
+    Replicas {
+        /// The step.
+        step: u64,
+        /// The first rank that differs.
+        rank: usize,
+        /// Its first layer that differs.
+        layer: String,
+    },
+    /// The calls were not in order.
+    #[error("{0}")]
+    Order(String),
+    /// A checkpoint could not be written or read.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// The synchronizer failed before; the text is that of the first failure.
+    #[error("{0}")]
+    Failed(String),
+}

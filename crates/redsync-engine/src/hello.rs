@@ -1,0 +1,79 @@
+//! The first exchange of a run: every rank says what it runs, and a difference is an error that names it.
+
+use crate::config::{Choice, Config};
+use crate::error::SyncError;
+use crate::layer::Layer;
+use redsync_comm::{Communicator, Tag};
+use serde_json::{Value, json};
+
+/// Everything that must be the same on all ranks, in the order in which differences are reported.
+pub(crate) fn fingerprint(layers: &[Layer], choices: &[Choice], config: &Config) -> Value {
+    let layers: Vec<Value> = layers
+        .iter()
+        .zip(choices)
+        .map(|(layer, choice)| json!([layer.name, layer.size, format!("{choice:?}")]))
+        .collect();
+    json!([
+        ["wire format", redsync_core::wire::VERSION],
+        ["redsync-engine", env!("CARGO_PKG_VERSION")],
+        ["method", config.method.name()],
+        ["preset", config.preset],
+        ["density", config.density],
+        ["warm-up", format!("{:?}", config.warm_up)],
+        ["momentum", format!("{:?}", config.momentum)],
+        ["masking", config.masking],
+        ["bf16", config.bf16],
+        ["mode", format!("{:?}", config.mode)],
+        ["number of layers", layers.len()],
+        ["layers", layers],
+    ])
+}
+
+/// Exchanges fingerprints (and the step at which each rank stands) and compares them.
+pub(crate) fn exchange(
+    comm: &dyn Communicator,
+    fingerprint: &Value,
+    step: u64,
+    config: &Config,
+) -> Result<(), SyncError> {
+    let ours = json!([fingerprint, step]);
+    let pending = comm.allgather(Tag { step: 0, op: u32::MAX }, ours.to_string().into_bytes());
+    let exchange = |source| SyncError::Exchange { layers: "the ranks' hello".into(), source };
+    let all = pending.wait(config.deadline).map_err(exchange)?;
+    for (rank, theirs) in all.iter().enumerate() {
+        let theirs: Value = serde_json::from_slice(theirs).unwrap_or(Value::Null);
+        if theirs[1] != ours[1] {
+            return Err(differs(rank, "the step", &theirs[1], &ours[1]));
+        }
+        compare(rank, &theirs[0], &ours[0])?;
+    }
+    Ok(())
+}
+
+fn differs(rank: usize, what: &str, theirs: &Value, ours: &Value) -> SyncError {
+    SyncError::Hello { rank, what: what.into(), theirs: theirs.to_string(), ours: ours.to_string() }
+}
+
+/// The first entry that differs; for layers, the first layer.
+fn compare(rank: usize, theirs: &Value, ours: &Value) -> Result<(), SyncError> {
+    if theirs == ours {
+        return Ok(());
+    }
+    for (i, entry) in ours.as_array().into_iter().flatten().enumerate() {
+        let (name, mine, other) = (entry[0].as_str().unwrap_or(""), &entry[1], &theirs[i][1]);
+        if theirs[i][0] != entry[0] {
+            return Err(differs(rank, "what it says", theirs, ours));
+        }
+        if mine == other {
+            continue;
+        }
+        if name == "layers" {
+            let lists = mine.as_array().into_iter().flatten().zip(other.as_array().into_iter().flatten());
+            if let Some((at, (mine, other))) = lists.enumerate().find(|(_, (mine, other))| mine != other) {
+                return Err(differs(rank, &format!("layer {at}"), other, mine));
+            }
+        }
+        return Err(differs(rank, name, other, mine));
+    }
+    Err(differs(rank, "what it says", theirs, ours))
+}

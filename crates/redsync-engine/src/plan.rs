@@ -1,0 +1,159 @@
+//! From layers and a configuration to what happens with each layer, and in which order the ranks exchange.
+//! What must hold: the plan follows from its inputs alone, so it is the same on every rank.
+
+use crate::config::{Choice, Config, Method, Mode, Preset, Stage};
+use crate::error::SyncError;
+use crate::layer::{Kind, Layer};
+use redsync_core::{Compressor, Density, IndexCode, Selector, Values};
+use std::collections::BTreeSet;
+
+/// Small messages share a frame until it has about this many bytes: fewer exchanges, but early ones start early.
+const FRAME_BYTES: usize = 8 << 10;
+/// Small dense layers share a bucket until it has this many bytes.
+const BUCKET_BYTES: usize = 4 << 20;
+
+/// Layers that are exchanged together.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Group {
+    pub sparse: bool,
+    /// In the order in which the backward pass yields them.
+    pub layers: Vec<usize>,
+}
+
+/// The choice for every layer.
+pub(crate) fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncError> {
+    let names: BTreeSet<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();
+    if names.len() != layers.len() {
+        return Err(SyncError::Layers("two layers have the same name".into()));
+    }
+    if let Some(name) = config.layers.keys().find(|name| !names.contains(name.as_str())) {
+        return Err(SyncError::Layers(format!("the plan names layer {name}, which the model does not have")));
+    }
+    Ok(layers.iter().map(|layer| choice(layer, config)).collect())
+}
+
+fn choice(layer: &Layer, config: &Config) -> Choice {
+    if config.method == Method::Sgd {
+        return Choice::Dense;
+    }
+    if let Some(choice) = config.layers.get(&layer.name) {
+        return *choice;
+    }
+    if layer.kind == Kind::BiasOrNorm || 4 * layer.size < config.dense_below {
+        return Choice::Dense;
+    }
+    let quantized = config.method == Method::RgcAsq && layer.kind != Kind::Output;
+    let selector = match (config.method, config.preset, config.mode) {
+        (Method::RgcNaive, _, _) => Selector::Exact,
+        (_, Preset::Auto, _) => Selector::Carried,
+        (_, Preset::Paper, Mode::Cnn) => Selector::Trimmed,
+        (_, Preset::Paper, Mode::Rnn { .. }) if quantized => Selector::Threshold,
+        (_, Preset::Paper, Mode::Rnn { .. }) => Selector::Sampled,
+    };
+    Choice::Sparse { selector, quantized }
+}
+
+/// The compressor of a layer, if it is compressed.
+pub(crate) fn compressor(
+    number: usize,
+    layer: &Layer,
+    choice: Choice,
+    config: &Config,
+) -> Result<Option<Compressor>, SyncError> {
+    let Choice::Sparse { selector, quantized } = choice else { return Ok(None) };
+    let refuse = |why| SyncError::Config { layer: layer.name.clone(), why };
+    let values = match (quantized, config.bf16) {
+        (true, _) => Values::Asq,
+        (false, true) => Values::Bf16,
+        (false, false) => Values::F32,
+    };
+    let plain = config.preset == Preset::Paper || config.method == Method::RgcNaive;
+    let core = redsync_core::Config {
+        density: Density::new(config.density).map_err(refuse)?,
+        selector,
+        values,
+        indices: if plain { IndexCode::Plain } else { IndexCode::Rice },
+        momentum: config.momentum,
+        masking: config.masking,
+        undo: false,
+    };
+    Compressor::new(number as u32, &layer.name, layer.size, core).map(Some).map_err(refuse)
+}
+
+/// The groups of a stage, in the order in which every rank exchanges them.
+pub(crate) fn groups(layers: &[Layer], choices: &[Choice], stage: Stage) -> Vec<Group> {
+    let mut groups = Vec::new();
+    // The open group of each kind, dense and sparse, with its bytes.
+    let mut open = [(Vec::new(), 0usize), (Vec::new(), 0usize)];
+    // The backward pass yields the last layer first.
+    for (i, layer) in layers.iter().enumerate().rev() {
+        let (sparse, bytes) = match (choices[i], stage) {
+            (Choice::Sparse { quantized, .. }, Stage::Sparse(density)) => {
+                let bits = if quantized { 12.0 } else { 44.0 };
+                (true, 24 + (layer.size as f64 * density * bits / 8.0) as usize)
+            }
+            _ => (false, 4 * layer.size),
+        };
+        let (members, total) = &mut open[usize::from(sparse)];
+        members.push(i);
+        *total += bytes;
+        if *total >= if sparse { FRAME_BYTES } else { BUCKET_BYTES } {
+            groups.push(Group { sparse, layers: std::mem::take(members) });
+            *total = 0;
+        }
+    }
+    for (sparse, (members, _)) in [false, true].into_iter().zip(open) {
+        if !members.is_empty() {
+            groups.push(Group { sparse, layers: members });
+        }
+    }
+    // A group is complete when its last layer is there.
+    groups.sort_by_key(|group| std::cmp::Reverse(group.layers.last().copied()));
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::{Model, NAMES};
+
+    #[test]
+    fn every_layer_is_in_exactly_one_group_and_the_order_is_that_of_the_backward_pass() {
+        for name in NAMES {
+            let layers = Model::named(name).unwrap().layers;
+            for method in Method::ALL {
+                let config = Config { method, ..Config::default() };
+                let choices = choices(&layers, &config).unwrap();
+                for stage in [Stage::Dense, Stage::Sparse(0.001), Stage::Sparse(0.25)] {
+                    let groups = groups(&layers, &choices, stage);
+                    let mut seen: Vec<usize> = groups.iter().flat_map(|g| g.layers.clone()).collect();
+                    seen.sort_unstable();
+                    assert_eq!(seen, (0..layers.len()).collect::<Vec<_>>(), "{name} {method:?} {stage:?}");
+                    let ends: Vec<_> = groups.iter().map(|g| *g.layers.last().unwrap()).collect();
+                    assert!(ends.is_sorted_by(|a, b| a > b));
+                    assert!(stage != Stage::Dense || groups.iter().all(|g| !g.sparse));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn small_layers_biases_and_the_output_are_treated_as_ruled() {
+        let layers = [
+            Layer::new("big", 40_000, Kind::Weight),
+            Layer::new("small", 30_000, Kind::Weight),
+            Layer::new("norm", 40_000, Kind::BiasOrNorm),
+            Layer::new("out", 40_000, Kind::Output),
+        ];
+        let sparse = |quantized| Choice::Sparse { selector: Selector::Carried, quantized };
+        let all = choices(&layers, &Config::default()).unwrap();
+        assert_eq!(all, [sparse(true), Choice::Dense, Choice::Dense, sparse(false)]);
+        let mut config = Config { method: Method::Sgd, ..Config::default() };
+        assert!(choices(&layers, &config).unwrap().iter().all(|choice| *choice == Choice::Dense));
+        config.method = Method::Rgc;
+        config.layers.insert("big".into(), Choice::Dense);
+        assert_eq!(choices(&layers, &config).unwrap()[0], Choice::Dense);
+        config.layers.insert("bug".into(), Choice::Dense);
+        assert!(choices(&layers, &config).unwrap_err().to_string().contains("bug"));
+    }
+}
