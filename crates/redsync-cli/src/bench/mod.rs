@@ -4,6 +4,7 @@
 mod apply;
 mod data;
 mod select;
+mod sync;
 mod wire;
 
 use anyhow::{Context, Result};
@@ -24,6 +25,11 @@ pub enum Bench {
     Wire(wire::Wire),
     /// Decompression: adding the messages of many ranks to the weights
     Apply(apply::Apply),
+    /// A whole step among ranks: made-up gradients with the layer sizes of a real model
+    ///
+    /// Ranks are threads of this process, or with --comm mpi the processes that mpirun starts (only rank 0 prints).
+    /// With --compute-ms a backward pass of that length is played, layer by layer, so that overlap can be seen.
+    Sync(sync::Sync),
 }
 
 impl Bench {
@@ -32,6 +38,7 @@ impl Bench {
             Bench::Select(select) => select.run(),
             Bench::Wire(wire) => wire.run(),
             Bench::Apply(apply) => apply.run(),
+            Bench::Sync(sync) => sync.run(),
         }
     }
 }
