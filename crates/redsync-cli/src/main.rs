@@ -31,8 +31,15 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("redsync: {error:#}");
+            complain(&format!("{error:#}"));
             ExitCode::FAILURE
         }
     }
+}
+
+/// One line on standard error, in one write: the lines of several ranks share a terminal.
+fn complain(what: &str) {
+    use std::io::Write;
+    // With standard error gone there is nobody left to tell.
+    let _ = std::io::stderr().write_all(format!("redsync: {what}\n").as_bytes());
 }

@@ -157,9 +157,19 @@ pub struct Config {
     pub deadline: Duration,
     /// Threads of each compressing pass.
     pub threads: usize,
-    /// For fault tests: damage this rank's frames at a step.
+    /// What this rank does wrong, for fault tests.
     #[doc(hidden)]
-    pub damage_at: Option<u64>,
+    pub fault: Option<Fault>,
+}
+
+/// What a rank can be told to do wrong.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Damage its frames at a step.
+    DamageAt(u64),
+    /// Say that it speaks another version of the wire format.
+    OtherVersion,
 }
 
 impl Default for Config {
@@ -178,7 +188,7 @@ impl Default for Config {
             mode: Mode::Cnn,
             deadline: Duration::from_secs(60),
             threads: 1,
-            damage_at: None,
+            fault: None,
         }
     }
 }

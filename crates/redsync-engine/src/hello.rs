@@ -1,6 +1,6 @@
 //! The first exchange of a run: every rank says what it runs, and a difference is an error that names it.
 
-use crate::config::{Choice, Config};
+use crate::config::{Choice, Config, Fault};
 use crate::error::SyncError;
 use crate::layer::Layer;
 use redsync_comm::{Communicator, Tag};
@@ -13,8 +13,9 @@ pub(crate) fn fingerprint(layers: &[Layer], choices: &[Choice], config: &Config)
         .zip(choices)
         .map(|(layer, choice)| json!([layer.name, layer.size, format!("{choice:?}")]))
         .collect();
+    let wire_version = redsync_core::wire::VERSION + u16::from(config.fault == Some(Fault::OtherVersion));
     json!([
-        ["wire format", redsync_core::wire::VERSION],
+        ["wire format", wire_version],
         ["redsync-engine", env!("CARGO_PKG_VERSION")],
         ["method", config.method.name()],
         ["preset", config.preset],
@@ -29,25 +30,31 @@ pub(crate) fn fingerprint(layers: &[Layer], choices: &[Choice], config: &Config)
     ])
 }
 
-/// Exchanges fingerprints (and the step at which each rank stands) and compares them.
+/// Exchanges fingerprints, and with each what else all ranks must agree on, by name; compares them.
 pub(crate) fn exchange(
     comm: &dyn Communicator,
     fingerprint: &Value,
-    step: u64,
+    agree: &[(&str, Value)],
     config: &Config,
 ) -> Result<(), SyncError> {
-    let ours = json!([fingerprint, step]);
-    let pending = comm.allgather(Tag { step: 0, op: u32::MAX }, ours.to_string().into_bytes());
-    let exchange = |source| SyncError::Exchange { layers: "the ranks' hello".into(), source };
-    let all = pending.wait(config.deadline).map_err(exchange)?;
-    for (rank, theirs) in all.iter().enumerate() {
-        let theirs: Value = serde_json::from_slice(theirs).unwrap_or(Value::Null);
-        if theirs[1] != ours[1] {
-            return Err(differs(rank, "the step", &theirs[1], &ours[1]));
-        }
+    let ours = json!([fingerprint, agree]);
+    for (rank, theirs) in gather(comm, &ours, config)?.iter().enumerate() {
+        compare(rank, &theirs[1], &ours[1])?;
         compare(rank, &theirs[0], &ours[0])?;
     }
     Ok(())
+}
+
+/// What every rank says.
+pub(crate) fn gather(
+    comm: &dyn Communicator,
+    ours: &Value,
+    config: &Config,
+) -> Result<Vec<Value>, SyncError> {
+    let pending = comm.allgather(Tag { step: 0, op: u32::MAX }, ours.to_string().into_bytes());
+    let failed = |source| SyncError::Exchange { layers: "the ranks' hello".into(), source };
+    let all = pending.wait(config.deadline).map_err(failed)?;
+    Ok(all.iter().map(|theirs| serde_json::from_slice(theirs).unwrap_or(Value::Null)).collect())
 }
 
 fn differs(rank: usize, what: &str, theirs: &Value, ours: &Value) -> SyncError {

@@ -49,6 +49,8 @@ pub mod state;
 mod stats;
 mod synchronizer;
 
+#[doc(hidden)]
+pub use config::Fault;
 pub use config::{Choice, Config, Method, Mode, Preset, Stage, WarmUp};
 pub use error::SyncError;
 pub use layer::{Kind, Layer};

@@ -4,7 +4,7 @@
 //! Receive: waits for the exchanges in that order, with the deadline, checks and decodes what came.
 //! What must hold: the first error, from wherever, reaches `finish`, and the other ranks are told.
 
-use crate::config::{Config, Mode, Stage};
+use crate::config::{Config, Fault, Mode, Stage};
 use crate::error::SyncError;
 use crate::layer::Layer;
 use crate::plan::{self, Group};
@@ -57,6 +57,8 @@ impl Shared {
 
 /// A gradient on its way.
 pub(crate) struct Submitted {
+    /// Counts the steps that were tried; unlike the step it never goes back when a checkpoint is loaded.
+    pub round: u64,
     pub step: u64,
     pub layer: usize,
     pub source: Box<dyn Source>,
@@ -115,7 +117,8 @@ pub(crate) struct Compress {
     /// For each layer, its group and its offset in the buffer.
     place: Vec<(usize, usize)>,
     next: usize,
-    step: Option<u64>,
+    round: Option<u64>,
+    step: u64,
     stage: Stage,
 }
 
@@ -136,7 +139,8 @@ impl Compress {
             buffers: Vec::new(),
             place: vec![(0, 0); layers],
             next: 0,
-            step: None,
+            round: None,
+            step: 0,
             stage: Stage::Dense,
         }
     }
@@ -153,11 +157,13 @@ impl Compress {
     }
 
     fn take(&mut self, submitted: Submitted) -> Result<(), SyncError> {
-        let Submitted { step, layer, source } = submitted;
-        if self.step != Some(step) {
+        let Submitted { round, step, layer, source } = submitted;
+        if self.round != Some(round) {
             self.begin(step);
+            self.round = Some(round);
         }
-        if self.shared.config.mode == Mode::Cnn || self.stage == Stage::Dense {
+        // With everything dense, clipping is by the norm of the averaged gradients, and comes later.
+        if self.shared.config.mode == Mode::Cnn || self.groups.iter().all(|group| !group.sparse) {
             return self.compress(layer, source.gradient(), 1.0);
         }
         self.held[layer] = Some(source);
@@ -176,10 +182,10 @@ impl Compress {
     fn begin(&mut self, step: u64) {
         let Shared { layers, choices, config, .. } = &*self.shared;
         let stage = config.warm_up.stage(step, config.density);
-        if self.step.is_none() || stage != self.stage {
+        if self.round.is_none() || stage != self.stage {
             self.groups = plan::groups(layers, choices, stage);
         }
-        (self.step, self.stage, self.next) = (Some(step), stage, 0);
+        (self.step, self.stage, self.next) = (step, stage, 0);
         self.missing = self.groups.iter().map(|group| group.layers.len()).collect();
         self.buffers.clear();
         for (number, group) in self.groups.iter().enumerate() {
@@ -221,7 +227,7 @@ impl Compress {
     /// One layer: chooses what to send, or copies it all, and starts whatever is complete.
     fn compress(&mut self, layer: usize, gradient: Gradient<'_>, factor: f32) -> Result<(), SyncError> {
         let begin = Instant::now();
-        let step = self.step.unwrap_or(0);
+        let step = self.step;
         let scale = factor / self.shared.comm.size() as f32;
         let (group, offset) = self.place[layer];
         self.stats[layer] = LayerStats::default();
@@ -252,7 +258,7 @@ impl Compress {
 
     /// Starts the exchange of a complete group.
     fn start(&mut self, number: usize) {
-        let (step, group) = (self.step.unwrap_or(0), self.groups[number].clone());
+        let (step, group) = (self.step, self.groups[number].clone());
         let tag = Tag { step, op: number as u32 };
         let exchange = if group.sparse {
             let frame = self.encode(step, &group);
@@ -283,7 +289,7 @@ impl Compress {
             self.stats[*layer].bytes_sent = (self.writer.len() - before) as u64;
         }
         let mut frame = self.writer.take();
-        if self.shared.config.damage_at == Some(step)
+        if self.shared.config.fault == Some(Fault::DamageAt(step))
             && let Some(last) = frame.last_mut()
         {
             *last ^= 1;
@@ -293,8 +299,7 @@ impl Compress {
 
     /// Tells the other ranks why, where they expect a frame; where they expect a dense sum they see the difference.
     fn give_up(&mut self, error: &SyncError) {
-        let step = self.step.unwrap_or(0);
-        let tag = Tag { step, op: self.next as u32 };
+        let tag = Tag { step: self.step, op: self.next as u32 };
         let message = [GIVE_UP, error.to_string().as_bytes()].concat();
         drop(self.shared.comm.allgather(tag, message));
     }

@@ -10,11 +10,12 @@ use crate::state::{LayerState, Saved};
 use crate::stats::StepStats;
 use crate::{hello, plan, replica};
 use redsync_comm::{Communicator, Tag};
-use redsync_core::{Sparse, Workspace, apply};
-use serde_json::Value;
+use redsync_core::{Compressor, Sparse, Workspace, apply};
+use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// What a step brings for one layer.
@@ -35,18 +36,34 @@ pub struct Submitter {
 
 struct Inbox {
     step: u64,
+    round: u64,
     arrived: Vec<bool>,
     gradients: Sender<Submitted>,
+    /// The first failure; nothing works after it.
+    failure: Option<String>,
+}
+
+impl Inbox {
+    fn check(&self) -> Result<(), SyncError> {
+        self.failure.as_ref().map_or(Ok(()), |failure| Err(SyncError::Failed(failure.clone())))
+    }
+
+    /// The next round begins, at a step.
+    fn turn_to(&mut self, step: u64) {
+        (self.step, self.round) = (step, self.round + 1);
+        self.arrived.fill(false);
+    }
 }
 
 impl Submitter {
     /// Hands over the gradient of a layer. Returns at once.
     pub fn submit(&self, layer: usize, source: impl Source) -> Result<(), SyncError> {
         let mut inbox = lock(&self.inbox);
+        inbox.check()?;
         let Some((name, size)) = self.sizes.get(layer) else {
             return Err(SyncError::Order(format!("there is no layer {layer}, only {}", self.sizes.len())));
         };
-        let step = inbox.step;
+        let (step, round) = (inbox.step, inbox.round);
         if std::mem::replace(&mut inbox.arrived[layer], true) {
             return Err(SyncError::Order(format!("layer {name} was submitted twice at step {step}")));
         }
@@ -57,7 +74,7 @@ impl Submitter {
             return Err(redsync_core::LayerError { layer: name.clone(), step, why }.into());
         }
         // If the thread is gone it has reported why, and `finish` will say it.
-        let _ = inbox.gradients.send(Submitted { step, layer, source: Box::new(source) });
+        let _ = inbox.gradients.send(Submitted { round, step, layer, source: Box::new(source) });
         Ok(())
     }
 }
@@ -73,7 +90,7 @@ pub struct Synchronizer {
     stats: StepStats,
     workspace: Workspace,
     fingerprint: Value,
-    failure: Option<String>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Synchronizer {
@@ -84,7 +101,7 @@ impl Synchronizer {
             .map(|(number, (layer, choice))| plan::compressor(number, layer, *choice, &config))
             .collect::<Result<Vec<_>, _>>()?;
         let fingerprint = hello::fingerprint(&layers, &choices, &config);
-        hello::exchange(&*comm, &fingerprint, 0, &config)?;
+        hello::exchange(&*comm, &fingerprint, &[], &config)?;
         let values = compressors.iter().map(|c| c.as_ref().map(|c| c.config().values)).collect();
         let sizes = Arc::new(layers.iter().map(|layer| (layer.name.clone(), layer.size)).collect::<Vec<_>>());
         let workspace = Workspace::new(config.threads);
@@ -96,10 +113,12 @@ impl Synchronizer {
         let (outcome, outcomes) = channel();
         let compress = Compress::new(shared.clone(), to_receive, outcome.clone());
         let receiver = shared.clone();
-        spawn("redsync-compress", move || compress.run(submitted))?;
-        spawn("redsync-receive", move || receive(&receiver, in_flight, outcome))?;
+        let threads = vec![
+            spawn("redsync-compress", move || compress.run(submitted))?,
+            spawn("redsync-receive", move || receive(&receiver, in_flight, outcome))?,
+        ];
         let layers = sizes.len();
-        let inbox = Inbox { step: 0, arrived: vec![false; layers], gradients };
+        let inbox = Inbox { step: 0, round: 0, arrived: vec![false; layers], gradients, failure: None };
         Ok(Synchronizer {
             shared,
             submitter: Submitter { inbox: Arc::new(Mutex::new(inbox)), sizes },
@@ -109,7 +128,7 @@ impl Synchronizer {
             stats: StepStats::default(),
             workspace,
             fingerprint,
-            failure: None,
+            threads,
         })
     }
 
@@ -156,9 +175,6 @@ impl Synchronizer {
     /// Waits until the updates of all layers are there; [`Synchronizer::update`] then gives them. The wait ends at the
     /// latest when the receiving thread meets its deadline.
     pub fn finish(&mut self) -> Result<(), SyncError> {
-        if let Some(failure) = &self.failure {
-            return Err(SyncError::Failed(failure.clone()));
-        }
         let step = self.check_complete()?;
         self.recycle();
         let begin = Instant::now();
@@ -167,21 +183,21 @@ impl Synchronizer {
             match self.outcomes.recv().unwrap_or_else(|_| gone()) {
                 Ok(arrived) => self.keep(arrived),
                 Err(error) => {
-                    self.failure = Some(error.to_string());
+                    lock(&self.submitter.inbox).failure = Some(error.to_string());
+                    self.recycle();
                     return Err(error);
                 }
             }
         }
         self.clip_dense();
         (self.stats.step, self.stats.exposed_ms) = (step, begin.elapsed().as_secs_f64() * 1e3);
-        let mut inbox = lock(&self.submitter.inbox);
-        inbox.step += 1;
-        inbox.arrived.fill(false);
+        lock(&self.submitter.inbox).turn_to(step + 1);
         Ok(())
     }
 
     fn check_complete(&self) -> Result<u64, SyncError> {
         let inbox = lock(&self.submitter.inbox);
+        inbox.check()?;
         match inbox.arrived.iter().position(|arrived| !arrived) {
             None => Ok(inbox.step),
             Some(layer) => {
@@ -245,6 +261,7 @@ impl Synchronizer {
 
     /// `weights -= learning_rate * update`, plain.
     pub fn apply(&mut self, layer: usize, weights: &mut [f32], learning_rate: f32) -> Result<(), SyncError> {
+        lock(&self.submitter.inbox).check()?;
         let begin = Instant::now();
         let mut workspace = std::mem::replace(&mut self.workspace, Workspace::new(1));
         let done = match self.update(layer) {
@@ -289,6 +306,7 @@ impl Synchronizer {
 
     /// Compares the weights of all ranks, layer by layer. Returns their common hash.
     pub fn check_replicas(&self, weights: &[&[f32]]) -> Result<u64, SyncError> {
+        lock(&self.submitter.inbox).check()?;
         let step = self.step();
         let hashes = replica::layer_hashes(weights);
         let bytes = hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect();
@@ -314,6 +332,7 @@ impl Synchronizer {
         replica_hash: u64,
         extra: Vec<(String, Vec<f32>)>,
     ) -> Result<(), SyncError> {
+        lock(&self.submitter.inbox).check()?;
         let (rank, ranks) = self.rank();
         let compressors = lock(&self.shared.compressors);
         let layers = compressors.iter().flatten().map(|c| LayerState {
@@ -336,30 +355,50 @@ impl Synchronizer {
     }
 
     /// Continues from the files in a directory, bit by bit if the number of ranks is the same; another number keeps the
-    /// sums over the ranks. Returns the caller's tensors. All ranks call this.
+    /// sums over the ranks. Returns the caller's tensors. All ranks call this; after an error nothing has changed.
     pub fn load(&mut self, dir: &Path) -> Result<Vec<(String, Vec<f32>)>, SyncError> {
-        let (rank, ranks) = self.rank();
-        let saved = match Saved::read(&dir.join(Saved::file_name(rank))) {
-            Ok(saved) if saved.ranks == ranks => saved,
-            _ => Saved::reshare(Saved::read_all(dir)?, rank, ranks)?,
-        };
-        if saved.fingerprint != self.fingerprint.to_string() {
-            return Err(SyncError::Order(format!(
-                "the checkpoint in {} is of another model or configuration",
-                dir.display()
-            )));
+        lock(&self.submitter.inbox).check()?;
+        let saved = self.find(dir)?;
+        let refuse =
+            |what: String| SyncError::Order(format!("the checkpoint in {} is {what}", dir.display()));
+        if self.fingerprint != saved.fingerprint.parse::<Value>().unwrap_or(Value::Null) {
+            return Err(refuse("of another model or configuration".into()));
         }
         let mut compressors = lock(&self.shared.compressors);
+        let fits = |(c, layer): (&Compressor, &LayerState)| {
+            (c.name(), c.residual().len(), c.residual().u().len())
+                == (&layer.name, layer.v.len(), layer.u.len())
+        };
+        let count = compressors.iter().flatten().count();
+        if count != saved.layers.len() || !compressors.iter().flatten().zip(&saved.layers).all(fits) {
+            return Err(refuse("of other layers".into()));
+        }
+        let (step, hash) = (json!(saved.step), json!(saved.replica_hash));
+        let agree = [("the step of the checkpoint", step), ("its replica hash", hash)];
+        hello::exchange(&*self.shared.comm, &self.fingerprint, &agree, &self.shared.config)?;
         for (compressor, layer) in compressors.iter_mut().flatten().zip(&saved.layers) {
-            if compressor.name() != layer.name || !compressor.residual_mut().restore(&layer.u, &layer.v) {
-                return Err(SyncError::Order(format!("layer {} of the checkpoint does not fit", layer.name)));
+            if !compressor.residual_mut().restore(&layer.u, &layer.v) {
+                return Err(refuse(format!("not finite in layer {}", layer.name)));
             }
             compressor.set_memory(layer.memory);
         }
         drop(compressors);
-        lock(&self.submitter.inbox).step = saved.step;
-        hello::exchange(&*self.shared.comm, &self.fingerprint, saved.step, &self.shared.config)?;
+        self.recycle();
+        lock(&self.submitter.inbox).turn_to(saved.step);
         Ok(saved.extra)
+    }
+
+    /// This rank's part of a checkpoint: its own file if every rank has one of the same run, else its share of all files.
+    fn find(&self, dir: &Path) -> Result<Saved, SyncError> {
+        let (rank, ranks) = self.rank();
+        let own = Saved::read(&dir.join(Saved::file_name(rank))).ok();
+        let what = own.as_ref().map(|saved| json!([saved.ranks, saved.step, saved.replica_hash]));
+        let all = hello::gather(&*self.shared.comm, &json!([what]), &self.shared.config)?;
+        let same = all.iter().all(|theirs| *theirs == all[0]) && all[0][0][0] == json!(ranks);
+        match own {
+            Some(own) if same => Ok(own),
+            _ => Ok(Saved::reshare(Saved::read_all(dir)?, rank, ranks)?),
+        }
     }
 }
 
@@ -372,7 +411,20 @@ impl Received {
     }
 }
 
-fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), SyncError> {
+impl Drop for Synchronizer {
+    /// Ends the threads, which hold the communicator: whoever drops the last handle of that finds nothing under way. The
+    /// wait is bounded by the deadline of an exchange.
+    fn drop(&mut self) {
+        // Submitters may live on; what they submit from now on goes nowhere.
+        lock(&self.submitter.inbox).gradients = channel().0;
+        for thread in self.threads.drain(..) {
+            // A panic was reported by the closed channel.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, SyncError> {
     let thread = std::thread::Builder::new().name(name.into()).spawn(run);
-    thread.map(drop).map_err(|error| SyncError::Failed(format!("cannot start a thread: {error}")))
+    thread.map_err(|error| SyncError::Failed(format!("cannot start a thread: {error}")))
 }

@@ -8,7 +8,7 @@ use redsync_comm::{Communicator, local, mpi};
 use redsync_core::Density;
 use redsync_engine::models::Model;
 use redsync_engine::{
-    Choice, Config, Kind, Layer, LayerStats, Method, Mode, Preset, StepStats, Synchronizer, Window,
+    Choice, Config, Fault, Kind, Layer, LayerStats, Method, Mode, Preset, StepStats, Synchronizer, Window,
     replica_hash,
 };
 use serde::Serialize;
@@ -72,9 +72,12 @@ pub struct Sync {
     /// Continue from the last checkpoint in --checkpoint-dir; --steps counts from the very beginning
     #[arg(long, requires = "checkpoint_dir")]
     resume: bool,
-    /// For fault tests: damage the frames of rank 1 at this step
+    /// For fault tests: rank 1 damages its frames at this step
     #[arg(long, hide = true)]
     damage_at: Option<u64>,
+    /// For fault tests: rank 1 says that it speaks another version of the wire format
+    #[arg(long, hide = true)]
+    other_version: bool,
     /// Seed of the gradients
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -184,7 +187,7 @@ impl Sync {
         let outcome = self.noise().and_then(|noise| self.run_rank(comm.clone(), noise));
         if let Err(error) = outcome {
             // Before the communicator goes: mpirun ends the other ranks when the first one fails.
-            eprintln!("redsync: rank {rank}: {error:#}");
+            crate::complain(&format!("rank {rank}: {error:#}"));
             drop(comm);
             std::process::exit(1);
         }
@@ -205,9 +208,13 @@ impl Sync {
             density: self.density.fraction(),
             mode: if recurrent { Mode::Rnn { clip: Some(0.25) } } else { Mode::Cnn },
             deadline: Duration::from_secs_f64(self.deadline),
-            damage_at: self.damage_at.filter(|_| rank == 1),
+            fault: self.fault().filter(|_| rank == 1),
             ..Config::default()
         }
+    }
+
+    fn fault(&self) -> Option<Fault> {
+        self.damage_at.map(Fault::DamageAt).or(self.other_version.then_some(Fault::OtherVersion))
     }
 
     /// Everything that one rank does; rank 0 gets a report.

@@ -1,0 +1,131 @@
+//! Rulings 1, 2, 4, 6, 7 and 9: with everything sent, the ranks together are dense training; warm-ups change over as ruled.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod common;
+
+use common::{Replica, assert_close, config, dense_sgd, everything, layers, run};
+use redsync_core::Momentum;
+use redsync_engine::{Config, Method, Preset, Update, WarmUp};
+
+const STEPS: u64 = 12;
+
+fn follows_dense_sgd(config: Config) {
+    for ranks in [1, 2, 3, 8] {
+        let what = format!("{ranks} ranks, {:?} {:?} {:?}", config.method, config.preset, config.momentum);
+        let expected = dense_sgd(&layers(), ranks, STEPS, config.momentum);
+        let config = config.clone();
+        run(ranks, move |_, comm| {
+            let mut replica = Replica::new(config.clone(), comm).unwrap();
+            for expected in &expected {
+                replica.step().unwrap();
+                assert_close(&replica.weights, expected, &what);
+            }
+        });
+    }
+}
+
+#[test]
+fn sgd_is_dense_sgd() {
+    for momentum in [Momentum::None, Momentum::Plain(0.9), Momentum::Nesterov(0.9)] {
+        follows_dense_sgd(Config { momentum, ..config(Method::Sgd, 0.001) });
+    }
+}
+
+#[test]
+fn rgc_that_sends_everything_is_dense_sgd() {
+    for momentum in [Momentum::None, Momentum::Plain(0.9), Momentum::Nesterov(0.9)] {
+        follows_dense_sgd(everything(Method::Rgc, momentum));
+    }
+}
+
+#[test]
+fn rgc_without_momentum_is_dense_sgd_with_masking_too() {
+    follows_dense_sgd(config(Method::Rgc, 1.0));
+}
+
+#[test]
+fn naive_rgc_that_sends_everything_is_dense_sgd() {
+    for momentum in [Momentum::None, Momentum::Plain(0.9), Momentum::Nesterov(0.9)] {
+        follows_dense_sgd(everything(Method::RgcNaive, momentum));
+    }
+}
+
+#[test]
+fn the_paper_s_preset_that_sends_everything_is_dense_sgd() {
+    for method in [Method::Rgc, Method::RgcNaive] {
+        follows_dense_sgd(Config { preset: Preset::Paper, ..everything(method, Momentum::None) });
+    }
+}
+
+#[test]
+fn momentum_carries_on_from_a_dense_warm_up() {
+    const DENSE: u64 = 5;
+    for momentum in [Momentum::Plain(0.9), Momentum::Nesterov(0.9)] {
+        for ranks in [1, 2, 3] {
+            let expected = dense_sgd(&layers(), ranks, STEPS, momentum);
+            let config = Config { warm_up: WarmUp::Dense(DENSE), ..everything(Method::Rgc, momentum) };
+            run(ranks, move |_, comm| {
+                let mut replica = Replica::new(config.clone(), comm).unwrap();
+                for (step, expected) in expected.iter().enumerate() {
+                    if step as u64 == DENSE {
+                        let adopted: Vec<bool> = (replica.buffers.iter().enumerate())
+                            .map(|(layer, buffer)| replica.sync.adopt_momentum(layer, buffer))
+                            .collect();
+                        assert_eq!(adopted, [true, false, true, true]);
+                    }
+                    replica.step().unwrap();
+                    assert_close(&replica.weights, expected, &format!("{momentum:?} step {step}"));
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn a_dense_warm_up_is_dense_for_exactly_its_steps() {
+    const DENSE: u64 = 4;
+    for method in [Method::Rgc, Method::RgcAsq, Method::RgcNaive] {
+        let config = Config { warm_up: WarmUp::Dense(DENSE), ..config(method, 0.05) };
+        run(2, move |_, comm| {
+            let mut replica = Replica::new(config.clone(), comm).unwrap();
+            for step in 0..2 * DENSE {
+                let announced: Vec<bool> = (0..4).map(|layer| replica.sync.is_sparse(layer)).collect();
+                replica.step().unwrap();
+                let sparse: Vec<bool> = (0..4)
+                    .map(|layer| matches!(replica.sync.update(layer), Some(Update::Sparse(_))))
+                    .collect();
+                assert_eq!(sparse, [step >= DENSE, false, step >= DENSE, step >= DENSE], "step {step}");
+                assert_eq!(announced, sparse, "step {step}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_ramp_sends_at_each_of_its_densities_and_then_at_the_final_one() {
+    const EACH: u64 = 3;
+    let config = Config { warm_up: WarmUp::Ramp(EACH), ..config(Method::Rgc, 0.002) };
+    run(2, move |_, comm| {
+        let mut replica = Replica::new(config.clone(), comm).unwrap();
+        // Of 700, 9 (dense), 300 and 200 elements: 25, 6.25, 1.5625, 0.4 and 0.2%, rounded up.
+        let expected = [[175, 9, 75, 50], [44, 9, 19, 13], [11, 9, 5, 4], [3, 9, 2, 1], [2, 9, 1, 1]];
+        for step in 0..6 * EACH {
+            replica.step().unwrap();
+            let elements: Vec<u64> = replica.sync.stats().layers.iter().map(|layer| layer.elements).collect();
+            assert_eq!(elements, expected[((step / EACH) as usize).min(4)], "step {step}");
+            assert_eq!(replica.sync.stats().step, step);
+        }
+    });
+}
+
+#[test]
+fn a_ramp_stays_above_the_final_density() {
+    let config = Config { warm_up: WarmUp::Ramp(1), ..config(Method::Rgc, 0.1) };
+    run(2, move |_, comm| {
+        let mut replica = Replica::new(config.clone(), comm).unwrap();
+        for elements in [175, 70, 70, 70, 70] {
+            replica.step().unwrap();
+            assert_eq!(replica.sync.stats().layers[0].elements, elements);
+        }
+    });
+}
