@@ -1,5 +1,5 @@
 //! One layer on the sending side: gradient in, message out, state saved and loaded.
-//! What must hold: an input that is refused changes nothing.
+//! What must hold: an input that is refused is not accumulated and nothing of it is sent.
 
 use crate::density::Density;
 use crate::error::{Bad, ConfigError, LayerError};

@@ -1,4 +1,5 @@
-//! What can be wrong with what a caller hands over. After any of these errors the state is what it was before the call.
+//! What can be wrong with what a caller hands over. A refused input is not accumulated; [`crate::Config::undo`] says what
+//! that means to the last bit in a large layer.
 
 use thiserror::Error;
 

@@ -120,6 +120,8 @@ pub(crate) struct Compress {
     round: Option<u64>,
     step: u64,
     stage: Stage,
+    /// Time that the next layer to be compressed has to answer for.
+    extra_ms: f64,
 }
 
 impl Compress {
@@ -142,6 +144,7 @@ impl Compress {
             round: None,
             step: 0,
             stage: Stage::Dense,
+            extra_ms: 0.0,
         }
     }
 
@@ -171,8 +174,12 @@ impl Compress {
             return Ok(());
         }
         let held: Vec<_> = self.held.iter_mut().filter_map(Option::take).collect();
+        let begin = Instant::now();
         let factor = self.clipping(step, &held)?;
+        let clipping_ms = ms(begin);
         for (layer, source) in held.iter().enumerate().rev() {
+            // The time of the common norm is that of the layer which is compressed first.
+            self.extra_ms = if layer + 1 == held.len() { clipping_ms } else { 0.0 };
             self.compress(layer, source.gradient(), factor)?;
         }
         Ok(())
@@ -247,7 +254,7 @@ impl Compress {
             let stats = &mut self.stats[layer];
             (stats.elements, stats.bytes_sent, stats.bytes_received) = (*size as u64, bytes, bytes);
         }
-        self.stats[layer].select_ms = ms(begin);
+        self.stats[layer].select_ms = ms(begin) + std::mem::take(&mut self.extra_ms);
         self.missing[group] -= 1;
         while self.next < self.groups.len() && self.missing[self.next] == 0 {
             self.start(self.next);
@@ -341,12 +348,22 @@ fn not_finite(layer: &str, step: u64, gradient: Gradient<'_>) -> LayerError {
     LayerError { layer: layer.into(), step, why: first_not_finite(gradient) }
 }
 
+/// In eight partial sums, which the compiler can take side by side, always in the same order.
 fn sum_of_squares(gradient: Gradient<'_>) -> f64 {
-    let square = |x: f32| f64::from(x) * f64::from(x);
+    fn sum<T: Copy>(g: &[T], to_f32: impl Fn(T) -> f32) -> f64 {
+        let mut lanes = [0f64; 8];
+        for chunk in g.chunks(8) {
+            for (lane, x) in lanes.iter_mut().zip(chunk) {
+                let x = f64::from(to_f32(*x));
+                *lane += x * x;
+            }
+        }
+        lanes.iter().sum()
+    }
     match gradient {
-        Gradient::F32(g) => g.iter().map(|x| square(*x)).sum(),
-        Gradient::F16(g) => g.iter().map(|x| square(x.to_f32())).sum(),
-        Gradient::Bf16(g) => g.iter().map(|x| square(x.to_f32())).sum(),
+        Gradient::F32(g) => sum(g, |x| x),
+        Gradient::F16(g) => sum(g, |x| x.to_f32()),
+        Gradient::Bf16(g) => sum(g, |x| x.to_f32()),
     }
 }
 

@@ -77,8 +77,10 @@ impl Thread {
         }
     }
 
+    /// Whether there is something to do without another command. What queues counts: all that was in flight may have
+    /// finished at once, and then nothing but the next look starts it.
     fn busy(&self) -> bool {
-        !self.active.is_empty() || self.leaving.is_some()
+        !self.active.is_empty() || !self.queue.is_empty() || self.leaving.is_some()
     }
 
     fn obey(&mut self, command: Command) {

@@ -16,6 +16,7 @@ macro_rules! healthy {
             unequal_and_empty_messages_arrive
             sums_have_the_bits_of_rank_order
             many_collectives_can_be_in_flight
+            what_queues_goes_on_after_all_before_it_finished_at_once
             polling_alone_is_enough
             handles_can_be_dropped
             large_messages_arrive
@@ -124,6 +125,17 @@ pub fn many_collectives_can_be_in_flight(comm: &dyn Communicator) {
         assert_sum(&done(sum), comm.size(), op * 50);
         let gathered = done(gathered);
         assert!((0..comm.size()).all(|rank| gathered.from_rank(rank) == message(rank, op * 100)));
+    }
+}
+
+/// One rank comes late, so that the others find all they have in flight finished at one look.
+pub fn what_queues_goes_on_after_all_before_it_finished_at_once(comm: &dyn Communicator) {
+    for round in 0..20 {
+        if round % comm.size() == comm.rank() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let barriers: Vec<Pending<()>> = (0..40).map(|op| comm.barrier(tag(op))).collect();
+        barriers.into_iter().for_each(done);
     }
 }
 
