@@ -34,8 +34,9 @@ pub struct Config {
     /// Clear the momentum of what was sent.
     pub masking: bool,
     /// Keep u and v of the step before, which costs a second u and v and about half a pass over memory: the last step can
-    /// be taken back, and a refused gradient leaves exactly the old state in a layer of any size. Without it, a layer of
-    /// more than 65,536 elements is then as before up to one rounding, and zero where the gradient was not finite.
+    /// be taken back, and a refused gradient leaves exactly the old state in a layer of any size. Without it that holds up
+    /// to 65,536 elements; from a larger layer the refused gradient is subtracted again, with the rounding of f32, and zero
+    /// stays where it was not finite.
     pub undo: bool,
 }
 

@@ -63,6 +63,21 @@ impl<'a> Gradient<'a> {
         }
     }
 
+    /// The first element that is NaN or infinite.
+    ///
+    /// ```
+    /// use redsync_core::Gradient;
+    /// assert_eq!(Gradient::F32(&[1.0, f32::INFINITY]).first_not_finite(), Some((1, f32::INFINITY)));
+    /// ```
+    pub fn first_not_finite(&self) -> Option<(usize, f32)> {
+        let index = match self {
+            Gradient::F32(g) => g.iter().position(|x| !x.is_finite()),
+            Gradient::F16(g) => g.iter().position(|x| !x.is_finite()),
+            Gradient::Bf16(g) => g.iter().position(|x| !x.is_finite()),
+        }?;
+        Some((index, self.get(index)?))
+    }
+
     pub(crate) fn split_at(self, mid: usize) -> (Self, Self) {
         fn cut<'a, T>(
             slice: &'a [T],

@@ -2,10 +2,11 @@
 //! Comes in: a gradient. Goes out: v, and what in it is greater than a floor, found in the same pass over memory.
 //! What must hold: a gradient that is not finite is refused and taken out again.
 //!
-//! The pass works in place: anything else costs a fifth more. A gradient of up to 65,536 elements is looked at before it
-//! is accumulated, and a refusal changes nothing. A larger one is found bad on the way and subtracted again, which leaves
-//! u and v as they were up to one rounding, and zero where the gradient was not finite. With `undo` the pass saves what
-//! it overwrites: then a refusal changes nothing in a layer of any size, and the last step can be taken back.
+//! The pass works in place: anything else costs a fifth more. So what a refused gradient did has to be undone. A layer of up
+//! to 65,536 elements is copied before, in the cache, and is afterwards exactly what it was. From a larger one the gradient
+//! is subtracted again: what was there before comes back up to the rounding of the sum, which is nothing where the gradient
+//! was of its size, and much where it was huge; where it was not finite, zero stays. With `undo` the pass saves what it
+//! overwrites: then a layer of any size is exactly what it was, and the last step can be taken back.
 
 use crate::candidates::{Candidates, Split};
 use crate::error::Bad;
@@ -16,8 +17,8 @@ use crate::phase::Phase;
 use crate::select::Wanted;
 use crate::workspace::Workspace;
 
-/// Gradients up to this size stay in the cache when they are looked at before.
-const CHECKED_FIRST: usize = 1 << 16;
+/// Layers up to this size are copied before each pass.
+const COPIED: usize = 1 << 16;
 
 /// How gradients enter the residual.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
@@ -70,6 +71,7 @@ struct Before {
 impl Residual {
     /// A residual of zeros. With `undo` the last step can be taken back, at the price of a second u and v.
     pub fn new(n: usize, momentum: Momentum, undo: bool) -> Self {
+        let momentum = if momentum.coefficient() == 0.0 { Momentum::None } else { momentum };
         let u = || Field::zeros(if momentum == Momentum::None { 0 } else { n });
         let v = || Field::zeros(n);
         let before = undo.then(|| Before { u: u(), v: v(), valid: false });
@@ -141,10 +143,11 @@ impl Residual {
         if gradient.len() != self.len() {
             return Err(Bad::Length { expected: self.len(), got: gradient.len() });
         }
-        if gradient.len() <= CHECKED_FIRST
-            && let Some(bad) = first_not_finite(gradient)
-        {
-            return Err(bad);
+        let copied = self.before.is_none() && self.len() <= COPIED;
+        if copied {
+            workspace.copies.clear();
+            workspace.copies.extend_from_slice(&self.v);
+            workspace.copies.extend_from_slice(&self.u);
         }
         let plan = Plan {
             level: workspace.level,
@@ -162,8 +165,16 @@ impl Residual {
         if parts.iter().any(|part| !part.finite) {
             let overflow =
                 || Bad::Overflow { index: self.v.iter().position(|v| !v.is_finite()).unwrap_or(0) };
-            let why = first_not_finite(gradient).unwrap_or_else(overflow);
-            self.take_back(gradient, scale);
+            let own = gradient.first_not_finite().map(|(index, value)| Bad::NotFinite { index, value });
+            let why = own.unwrap_or_else(overflow);
+            match copied {
+                true => {
+                    let (v, u) = workspace.copies.split_at(self.v.len());
+                    self.v.copy_from_slice(v);
+                    self.u.copy_from_slice(u);
+                }
+                false => self.take_back(gradient, scale),
+            }
             return Err(why);
         }
         if let Some(before) = &mut self.before {
@@ -224,16 +235,6 @@ impl Residual {
         std::mem::swap(&mut self.v, &mut before.v);
         true
     }
-}
-
-/// The first element of a gradient that is NaN or infinite.
-fn first_not_finite(gradient: Gradient<'_>) -> Option<Bad> {
-    let index = match gradient {
-        Gradient::F32(g) => g.iter().position(|x| !x.is_finite()),
-        Gradient::F16(g) => g.iter().position(|x| !x.is_finite()),
-        Gradient::Bf16(g) => g.iter().position(|x| !x.is_finite()),
-    }?;
-    Some(Bad::NotFinite { index, value: gradient.get(index)? })
 }
 
 /// A part of the residual on its way through a pass; what the rule has no use for is empty.

@@ -24,6 +24,8 @@ pub struct Workspace {
     pub(crate) keys: Vec<Key>,
     pub(crate) scratch: Vec<Key>,
     pub(crate) message: Sparse,
+    /// v and u of a small layer as they were before a pass.
+    pub(crate) copies: Vec<f32>,
     /// One place per thread and message, for `apply`.
     pub(crate) cursors: Vec<usize>,
 }
@@ -47,6 +49,7 @@ impl Workspace {
             keys: Vec::new(),
             scratch: Vec::new(),
             message: Sparse::new(),
+            copies: Vec::new(),
             cursors: Vec::new(),
         }
     }

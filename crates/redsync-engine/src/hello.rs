@@ -19,7 +19,7 @@ pub(crate) fn fingerprint(layers: &[Layer], choices: &[Choice], config: &Config)
         ["redsync-engine", env!("CARGO_PKG_VERSION")],
         ["method", config.method.name()],
         ["preset", config.preset],
-        ["density", config.density],
+        ["density", format!("{:?}", config.density)],
         ["warm-up", format!("{:?}", config.warm_up)],
         ["momentum", format!("{:?}", config.momentum)],
         ["masking", config.masking],

@@ -2,7 +2,8 @@
 //! Compress: takes gradients in any order, compresses each at once, and starts the exchange of a group when all its layers
 //! and all groups before it are there: the order of exchanges is the same on every rank, whatever the order of gradients.
 //! Receive: waits for the exchanges in that order, with the deadline, checks and decodes what came.
-//! What must hold: the first error, from wherever, reaches `finish`, and the other ranks are told.
+//! What must hold: the first error, from wherever, reaches `finish`. The other ranks are told of one in compression; any other
+//! they meet themselves, or see that this rank leaves.
 
 use crate::config::{Config, Fault, Mode, Stage};
 use crate::error::SyncError;
@@ -37,6 +38,7 @@ pub(crate) struct Shared {
 pub(crate) struct Pools {
     pub frames: Mutex<Vec<Vec<u8>>>,
     pub dense: Mutex<Vec<Vec<f32>>>,
+    /// One place per layer.
     pub sparse: Mutex<Vec<Vec<Sparse>>>,
 }
 
@@ -191,8 +193,11 @@ impl Compress {
         let stage = config.warm_up.stage(step, config.density);
         if self.round.is_none() || stage != self.stage {
             self.groups = plan::groups(layers, choices, stage);
+            // Buckets of another stage have other lengths.
+            lock(&self.shared.pools.dense).clear();
         }
         (self.step, self.stage, self.next) = (step, stage, 0);
+        self.held.fill_with(|| None);
         self.missing = self.groups.iter().map(|group| group.layers.len()).collect();
         self.buffers.clear();
         for (number, group) in self.groups.iter().enumerate() {
@@ -335,17 +340,16 @@ fn copy_scaled(gradient: Gradient<'_>, scale: f32, to: &mut [f32]) -> Result<(),
         Gradient::F16(g) => to.iter_mut().zip(g).for_each(|(to, x)| put(to, x.to_f32())),
         Gradient::Bf16(g) => to.iter_mut().zip(g).for_each(|(to, x)| put(to, x.to_f32())),
     }
-    if finite { Ok(()) } else { Err(first_not_finite(gradient)) }
+    if finite { Ok(()) } else { Err(refusal(gradient)) }
 }
 
-fn first_not_finite(gradient: Gradient<'_>) -> Bad {
-    let bad = |index: &usize| gradient.get(*index).is_some_and(|x| !x.is_finite());
-    let index = (0..gradient.len()).find(bad).unwrap_or(0);
-    Bad::NotFinite { index, value: gradient.get(index).unwrap_or(f32::NAN) }
+fn refusal(gradient: Gradient<'_>) -> Bad {
+    let (index, value) = gradient.first_not_finite().unwrap_or((0, f32::NAN));
+    Bad::NotFinite { index, value }
 }
 
 fn not_finite(layer: &str, step: u64, gradient: Gradient<'_>) -> LayerError {
-    LayerError { layer: layer.into(), step, why: first_not_finite(gradient) }
+    LayerError { layer: layer.into(), step, why: refusal(gradient) }
 }
 
 /// In eight partial sums, which the compiler can take side by side, always in the same order.
@@ -392,7 +396,10 @@ fn complete(shared: &Shared, in_flight: InFlight) -> Outcome {
             let gathered = pending.wait(deadline).map_err(failed)?;
             share_time(&mut stats, ms(started));
             let messages = decode(shared, step, &group, &gathered, &mut stats)?;
-            lock(&shared.pools.frames).extend(gathered.reclaim());
+            let mut pool = lock(&shared.pools.frames);
+            // Some engines give all ranks' buffers back, but only one at a time is filled.
+            let room = shared.layers.len().saturating_sub(pool.len());
+            pool.extend(gathered.reclaim().into_iter().take(room));
             Received::Sparse(messages)
         }
     };
@@ -417,7 +424,8 @@ fn decode(
 ) -> Result<Vec<Vec<Sparse>>, SyncError> {
     let mut messages: Vec<Vec<Sparse>> = {
         let mut pool = lock(&shared.pools.sparse);
-        group.layers.iter().map(|_| pool.pop().unwrap_or_default()).collect()
+        pool.resize_with(shared.layers.len(), Vec::new);
+        group.layers.iter().map(|layer| std::mem::take(&mut pool[*layer])).collect()
     };
     messages.iter_mut().for_each(|ranks| ranks.resize_with(gathered.ranks(), Sparse::new));
     for (rank, bytes) in gathered.iter().enumerate() {

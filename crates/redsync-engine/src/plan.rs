@@ -20,7 +20,7 @@ pub(crate) struct Group {
     pub layers: Vec<usize>,
 }
 
-/// The choice for every layer.
+/// The choice for every layer, if the configuration makes sense.
 pub(crate) fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncError> {
     let names: BTreeSet<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();
     if names.len() != layers.len() {
@@ -28,6 +28,20 @@ pub(crate) fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, 
     }
     if let Some(name) = config.layers.keys().find(|name| !names.contains(name.as_str())) {
         return Err(SyncError::Layers(format!("the plan names layer {name}, which the model does not have")));
+    }
+    let quantized = |choice: &Choice| matches!(choice, Choice::Sparse { quantized: true, .. });
+    let never =
+        |layer: &&Layer| layer.kind == Kind::Output && config.layers.get(&layer.name).is_some_and(quantized);
+    if let Some(layer) = layers.iter().find(never) {
+        return Err(SyncError::Layers(format!(
+            "layer {} is the output, which is never quantized",
+            layer.name
+        )));
+    }
+    if let Mode::Rnn { clip: Some(clip) } = config.mode
+        && !(clip.is_finite() && clip > 0.0)
+    {
+        return Err(SyncError::Layers(format!("gradients cannot be clipped to the norm {clip}")));
     }
     Ok(layers.iter().map(|layer| choice(layer, config)).collect())
 }

@@ -27,12 +27,12 @@ impl Source for Arc<Vec<f32>> {
 pub struct Window {
     /// The buffer.
     pub buffer: Arc<Vec<f32>>,
-    /// The part, which must lie within it.
+    /// The part. One that does not lie within the buffer has no elements, and is refused for its length.
     pub range: Range<usize>,
 }
 
 impl Source for Window {
     fn gradient(&self) -> Gradient<'_> {
-        Gradient::F32(&self.buffer[self.range.clone()])
+        Gradient::F32(self.buffer.get(self.range.clone()).unwrap_or(&[]))
     }
 }

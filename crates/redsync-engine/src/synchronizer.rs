@@ -12,6 +12,7 @@ use crate::{hello, plan, replica};
 use redsync_comm::{Communicator, Tag};
 use redsync_core::{Compressor, Sparse, Workspace, apply};
 use serde_json::{Value, json};
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -48,6 +49,15 @@ impl Inbox {
         self.failure.as_ref().map_or(Ok(()), |failure| Err(SyncError::Failed(failure.clone())))
     }
 
+    /// Whether no gradient of a step is under way.
+    fn check_between(&self) -> Result<(), SyncError> {
+        self.check()?;
+        match self.arrived.contains(&true) {
+            true => Err(SyncError::Order(format!("step {} is under way: finish comes first", self.step))),
+            false => Ok(()),
+        }
+    }
+
     /// The next round begins, at a step.
     fn turn_to(&mut self, step: u64) {
         (self.step, self.round) = (step, self.round + 1);
@@ -58,23 +68,23 @@ impl Inbox {
 impl Submitter {
     /// Hands over the gradient of a layer. Returns at once.
     pub fn submit(&self, layer: usize, source: impl Source) -> Result<(), SyncError> {
+        let got = source.gradient().len();
         let mut inbox = lock(&self.inbox);
         inbox.check()?;
         let Some((name, size)) = self.sizes.get(layer) else {
             return Err(SyncError::Order(format!("there is no layer {layer}, only {}", self.sizes.len())));
         };
         let (step, round) = (inbox.step, inbox.round);
-        if std::mem::replace(&mut inbox.arrived[layer], true) {
+        if inbox.arrived[layer] {
             return Err(SyncError::Order(format!("layer {name} was submitted twice at step {step}")));
         }
-        let got = source.gradient().len();
         if got != *size {
             let why = redsync_core::Bad::Length { expected: *size, got };
-            inbox.arrived[layer] = false;
             return Err(redsync_core::LayerError { layer: name.clone(), step, why }.into());
         }
         // If the thread is gone it has reported why, and `finish` will say it.
         let _ = inbox.gradients.send(Submitted { round, step, layer, source: Box::new(source) });
+        inbox.arrived[layer] = true;
         Ok(())
     }
 }
@@ -114,8 +124,8 @@ impl Synchronizer {
         let compress = Compress::new(shared.clone(), to_receive, outcome.clone());
         let receiver = shared.clone();
         let threads = vec![
-            spawn("redsync-compress", move || compress.run(submitted))?,
-            spawn("redsync-receive", move || receive(&receiver, in_flight, outcome))?,
+            spawn("redsync-compress", outcome.clone(), move || compress.run(submitted))?,
+            spawn("redsync-receive", outcome.clone(), move || receive(&receiver, in_flight, outcome))?,
         ];
         let layers = sizes.len();
         let inbox = Inbox { step: 0, round: 0, arrived: vec![false; layers], gradients, failure: None };
@@ -157,7 +167,8 @@ impl Synchronizer {
         self.shared.config.warm_up.stage(self.step(), self.shared.config.density)
     }
 
-    /// Whether a layer's update of the current stage is sparse, momentum included.
+    /// Whether a layer's update will be sparse, momentum included, at the step that is under way. What the last finished
+    /// step brought, [`Synchronizer::update`] tells.
     pub fn is_sparse(&self, layer: usize) -> bool {
         self.stage() != Stage::Dense && self.shared.choices.get(layer).is_some_and(|c| *c != Choice::Dense)
     }
@@ -214,7 +225,12 @@ impl Synchronizer {
         self.stats.layers = vec![Default::default(); layers];
         for arrived in self.arrived.drain(..) {
             match arrived.result {
-                Received::Sparse(messages) => lock(&self.shared.pools.sparse).extend(messages),
+                Received::Sparse(messages) => {
+                    let mut pool = lock(&self.shared.pools.sparse);
+                    for (layer, messages) in arrived.group.layers.iter().zip(messages) {
+                        pool[*layer] = messages;
+                    }
+                }
                 Received::Dense(values) => lock(&self.shared.pools.dense).push(values),
             }
         }
@@ -332,7 +348,7 @@ impl Synchronizer {
         replica_hash: u64,
         extra: Vec<(String, Vec<f32>)>,
     ) -> Result<(), SyncError> {
-        lock(&self.submitter.inbox).check()?;
+        lock(&self.submitter.inbox).check_between()?;
         let (rank, ranks) = self.rank();
         let compressors = lock(&self.shared.compressors);
         let layers = compressors.iter().flatten().map(|c| LayerState {
@@ -357,7 +373,7 @@ impl Synchronizer {
     /// Continues from the files in a directory, bit by bit if the number of ranks is the same; another number keeps the
     /// sums over the ranks. Returns the caller's tensors. All ranks call this; after an error nothing has changed.
     pub fn load(&mut self, dir: &Path) -> Result<Vec<(String, Vec<f32>)>, SyncError> {
-        lock(&self.submitter.inbox).check()?;
+        lock(&self.submitter.inbox).check_between()?;
         let saved = self.find(dir)?;
         let refuse =
             |what: String| SyncError::Order(format!("the checkpoint in {} is {what}", dir.display()));
@@ -391,7 +407,7 @@ impl Synchronizer {
     /// This rank's part of a checkpoint: its own file if every rank has one of the same run, else its share of all files.
     fn find(&self, dir: &Path) -> Result<Saved, SyncError> {
         let (rank, ranks) = self.rank();
-        let own = Saved::read(&dir.join(Saved::file_name(rank))).ok();
+        let own = Saved::read(&dir.join(Saved::file_name(rank))).ok().filter(|saved| saved.rank == rank);
         let what = own.as_ref().map(|saved| json!([saved.ranks, saved.step, saved.replica_hash]));
         let all = hello::gather(&*self.shared.comm, &json!([what]), &self.shared.config)?;
         let same = all.iter().all(|theirs| *theirs == all[0]) && all[0][0][0] == json!(ranks);
@@ -424,7 +440,17 @@ impl Drop for Synchronizer {
     }
 }
 
-fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, SyncError> {
-    let thread = std::thread::Builder::new().name(name.into()).spawn(run);
+/// A thread whose panic, too, is an outcome.
+fn spawn(
+    name: &'static str,
+    outcomes: Sender<Outcome>,
+    run: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>, SyncError> {
+    let guarded = move || {
+        if std::panic::catch_unwind(AssertUnwindSafe(run)).is_err() {
+            let _ = outcomes.send(Err(SyncError::Failed(format!("the thread {name} panicked"))));
+        }
+    };
+    let thread = std::thread::Builder::new().name(name.into()).spawn(guarded);
     thread.map_err(|error| SyncError::Failed(format!("cannot start a thread: {error}")))
 }

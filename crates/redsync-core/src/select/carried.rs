@@ -32,5 +32,5 @@ pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize,
     // are safe to expect. A fall is expected to go on.
     let growth = if memory.least > 0.0 { (least / memory.least).clamp(0.5, 2.0) } else { 1.0 };
     let trend = if growth > 1.0 { 1.0 + 0.75 * (growth - 1.0) } else { growth };
-    *memory = Remembered { threshold: wanted * trend, least, searched: 0 };
+    *memory = Remembered { threshold: (wanted * trend).min(f32::MAX), least, searched: 0 };
 }

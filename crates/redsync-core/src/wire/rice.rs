@@ -56,6 +56,9 @@ pub(super) fn decode(
             u64::from(zeros) << parameter | (window >> zeros >> 1) & mask
         } else {
             let quotient = reader.zeros().ok_or_else(|| ends.clone())?;
+            if quotient > u64::from(n >> parameter) {
+                return Err(BadMessage::Index { position, n });
+            }
             let rest = reader.window() & mask;
             reader.position += u64::from(width);
             (quotient << parameter) + rest

@@ -68,15 +68,16 @@ impl FrameWriter {
         assert!(self.bytes.len() >= FRAME_HEADER, "push before begin");
         self.messages = self.messages.checked_add(1).expect("a frame holds at most 65,535 messages");
         let count = sparse.len() as u32;
-        let (value_code, phase) = match (sparse.mean, values) {
-            (Some(_), _) => (ValueCode::Mean, sparse.phase()),
-            (None, Values::Bf16) => (ValueCode::Bf16, sparse.phase()),
+        let value_code = match values {
+            _ if sparse.mean.is_some() => ValueCode::Mean,
             // A quantized layer that has nothing to send has no mean either.
-            (None, _) => {
-                (if values.is_quantized() { ValueCode::Mean } else { ValueCode::F32 }, sparse.phase())
+            Values::Asq | Values::AsqDropError if sparse.is_empty() && sparse.phase() != Phase::Both => {
+                ValueCode::Mean
             }
+            Values::Bf16 => ValueCode::Bf16,
+            _ => ValueCode::F32,
         };
-        debug_assert!(value_code != ValueCode::Mean || phase != Phase::Both);
+        let phase = sparse.phase();
         let parameter = if indices == IndexCode::Rice { rice::parameter(sparse.n, count) } else { 0 };
         let out = &mut self.bytes;
         for word in [layer, sparse.n, count] {
