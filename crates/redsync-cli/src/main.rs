@@ -1,6 +1,15 @@
 //! The `redsync` program: reads the command line, runs a command, and turns any error into one line and an exit status.
 //! Standard output carries results only; bars and messages go to standard error.
 
+/// A line of the result on standard output; a reader that has gone away (`| head`) is no error.
+macro_rules! say {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stdout(), $($text)*);
+    }};
+}
+pub(crate) use say;
+
 mod bench;
 
 use clap::{Parser, Subcommand};

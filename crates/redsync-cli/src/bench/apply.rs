@@ -48,7 +48,7 @@ impl Apply {
             ]);
         }
         let elements = grouped(self.ranks as usize * report.k);
-        println!("{}\n{} ranks, {elements} elements in all\n{out}", self.common.describe(), self.ranks);
+        crate::say!("{}\n{} ranks, {elements} elements in all\n{out}", self.common.describe(), self.ranks);
         Ok(())
     }
 

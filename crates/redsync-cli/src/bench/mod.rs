@@ -151,7 +151,7 @@ fn progress(steps: u64, what: &'static str) -> ProgressBar {
 }
 
 fn print_json(document: &impl Serialize) -> Result<()> {
-    println!("{}", serde_json::to_string_pretty(document).context("cannot write JSON")?);
+    crate::say!("{}", serde_json::to_string_pretty(document).context("cannot write JSON")?);
     Ok(())
 }
 

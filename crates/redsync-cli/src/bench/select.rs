@@ -151,8 +151,8 @@ impl Select {
                 .to_string(),
             ]);
         }
-        println!("{}\n{out}", self.common.describe());
-        println!(
+        crate::say!("{}\n{out}", self.common.describe());
+        crate::say!(
             "A time includes the accumulation; passes: the time as a multiple of accumulate (v += g) alone."
         );
         Ok(())

@@ -12,6 +12,7 @@ use redsync_engine::{
     replica_hash,
 };
 use serde::Serialize;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -291,7 +292,7 @@ impl Sync {
 
     fn print(&self, report: &Report) {
         let ratio = report.dense_bytes_per_step as f64 / report.bytes_sent_per_step.max(1) as f64;
-        println!(
+        crate::say!(
             "{} on {} {:?} ranks with {}: {} bytes sent per step, dense {} ({ratio:.0} times as much)",
             report.model,
             report.ranks,
@@ -317,7 +318,7 @@ impl Sync {
             out.add_row([name, format!("{:.2} ms", report.step_ms)]);
             out.add_row(["hidden behind it".to_string(), format!("{:.0}%", 100.0 * report.hidden_fraction)]);
         }
-        println!("{out}\nreplicas are equal on all ranks: {}", report.replica_hash);
+        crate::say!("{out}\nreplicas are equal on all ranks: {}", report.replica_hash);
     }
 }
 
@@ -414,8 +415,15 @@ impl Player<'_> {
         if self.rank == 0 {
             let (new, latest) = (dir.join(".latest.new"), dir.join("latest"));
             let old = std::fs::read_to_string(&latest).ok();
-            let write = std::fs::write(&new, &name).and_then(|()| std::fs::rename(&new, &latest));
-            write.with_context(|| format!("cannot write {}", latest.display()))?;
+            let write = || {
+                let mut file = std::fs::File::create(&new)?;
+                file.write_all(name.as_bytes())?;
+                file.sync_all()?;
+                std::fs::rename(&new, &latest)?;
+                // The new name has to be on the disk before the old checkpoint goes.
+                std::fs::File::open(dir)?.sync_all()
+            };
+            write().with_context(|| format!("cannot write {}", latest.display()))?;
             if let Some(old) = old.filter(|old| *old != name && old.starts_with("step-")) {
                 // An old checkpoint that cannot be removed costs space, nothing else.
                 let _ = std::fs::remove_dir_all(dir.join(old));

@@ -61,11 +61,11 @@ impl Wire {
                 format!("{:.3}", (row.encode_ms + row.decode_ms) / pass),
             ]);
         }
-        println!("{}\n{out}", self.common.describe());
-        println!(
+        crate::say!("{}\n{out}", self.common.describe());
+        crate::say!(
             "bits/element: headers and checksum included. bound: entropy of the set of indices, plus the values."
         );
-        println!("passes: encode and decode as a multiple of accumulate (v += g, {pass:.2} ms here).");
+        crate::say!("passes: encode and decode as a multiple of accumulate (v += g, {pass:.2} ms here).");
         Ok(())
     }
 

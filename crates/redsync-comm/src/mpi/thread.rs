@@ -20,6 +20,10 @@ const EAGER: Duration = Duration::from_micros(50);
 /// The shortest and the longest pause.
 const PAUSE: Range<Duration> = Duration::from_micros(20)..Duration::from_micros(200);
 
+/// The pause without work in flight. MPI may have taken a small message and not yet passed it on: it does so only when it is
+/// called.
+const IDLE: Duration = Duration::from_millis(10);
+
 /// How long a broken rank stays for the sake of the others: they may need what it started before the error, and should
 /// learn of it before the first process ends, because then `mpirun` ends all.
 const LINGER: Duration = Duration::from_secs(2);
@@ -281,12 +285,9 @@ impl Pace {
         (still > EAGER).then(|| (still / 10).clamp(PAUSE.start, PAUSE.end))
     }
 
-    /// The next command, after a pause at most; without work in flight, after as long as it takes.
+    /// The next command, after a pause at most.
     fn next(&self, commands: &Receiver<Command>, busy: bool) -> Next {
-        if !busy {
-            return commands.recv().map_or(Next::Closed, Next::Command);
-        }
-        match self.pause() {
+        match if busy { self.pause() } else { Some(IDLE) } {
             Some(pause) => match commands.recv_timeout(pause) {
                 Ok(command) => Next::Command(command),
                 Err(RecvTimeoutError::Timeout) => Next::Nothing,
