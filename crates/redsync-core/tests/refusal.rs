@@ -94,6 +94,46 @@ fn an_overflowing_sum_is_an_error_too() {
     assert_eq!(state(&layer), before);
 }
 
+/// Also without `undo`: a layer of this size is copied before each pass.
+#[test]
+fn a_small_layer_survives_an_overflow_or_huge_values_exactly() {
+    for momentum in [Momentum::None, Momentum::Plain(0.0), Momentum::Plain(0.9), Momentum::Nesterov(0.9)] {
+        let mut layer = layer(1000, momentum, false);
+        let before = state(&layer);
+        let mut g = vec![1e30f32; 1000];
+        g[7] = f32::INFINITY;
+        assert!(layer.select(5, Gradient::F32(&g), 1.0, &mut Workspace::new(1)).is_err());
+        assert_eq!(state(&layer), before);
+        let most = vec![f32::MAX; 1000];
+        let overflow = layer.select(5, Gradient::F32(&most), 4.0, &mut Workspace::new(1)).unwrap_err();
+        assert!(matches!(overflow.why, Bad::Overflow { .. }), "{overflow}");
+        assert_eq!(state(&layer), before);
+    }
+}
+
+/// Momentum of zero is no momentum: taking a gradient back must not divide by it.
+#[test]
+fn a_large_layer_without_momentum_in_effect_keeps_its_residual() {
+    let n = 70_000;
+    let mut layer = layer(n, Momentum::Plain(0.0), false);
+    let v = layer.residual().v().to_vec();
+    let mut g = vec![0.1f32; n];
+    g[3] = f32::NAN;
+    assert!(layer.select(5, Gradient::F32(&g), 1.0, &mut Workspace::new(1)).is_err());
+    let kept = layer.residual().v().iter().zip(&v).filter(|(a, b)| (*a - *b).abs() < 1e-5).count();
+    assert!(kept >= n - 1, "{kept} of {n}");
+}
+
+#[test]
+fn a_carried_threshold_stays_finite() {
+    let config = Config { density: density(0.01), ..Config::default() };
+    let mut layer = Compressor::new(0, "l", 1000, config).unwrap();
+    for step in 0..3 {
+        layer.select(step, Gradient::F32(&[1e38; 1000]), 1.0, &mut Workspace::new(1)).unwrap();
+        assert!(Memory::from_phases(layer.memory().phases()).is_some(), "{:?}", layer.memory());
+    }
+}
+
 #[test]
 fn wrong_lengths_scales_and_targets_are_refused() {
     let mut layer = layer(10, Momentum::None, false);

@@ -58,7 +58,8 @@ pub(crate) fn gather(
 }
 
 fn differs(rank: usize, what: &str, theirs: &Value, ours: &Value) -> SyncError {
-    SyncError::Hello { rank, what: what.into(), theirs: theirs.to_string(), ours: ours.to_string() }
+    let plain = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    SyncError::Hello { rank, what: what.into(), theirs: plain(theirs), ours: plain(ours) }
 }
 
 /// The first entry that differs; for layers, the first layer.

@@ -213,6 +213,18 @@ fn a_checkpoint_of_another_configuration_is_refused_and_nothing_changes() {
 }
 
 #[test]
+fn the_file_of_another_rank_is_refused() {
+    let (_dir, dir) = directory();
+    train(2, &config(Method::Rgc, 0.02), 3, None, &dir);
+    fs::copy(dir.join(Saved::file_name(0)), dir.join(Saved::file_name(1))).unwrap();
+    let errors = run(2, move |_, comm| {
+        let mut replica = Replica::new(config(Method::Rgc, 0.02), comm).unwrap();
+        load(&mut replica, &dir).err().map(|error| error.to_string())
+    });
+    assert!(errors.iter().all(Option::is_some), "{errors:?}");
+}
+
+#[test]
 fn a_missing_rank_file_is_refused_by_every_rank() {
     for ranks in [2, 3] {
         let (_dir, dir) = directory();

@@ -6,7 +6,9 @@ mod common;
 
 use common::{Comm, Random, Replica, config, layers, run};
 use redsync_core::Selector;
-use redsync_engine::{Choice, Config, Fault, Kind, Layer, Method, Mode, SyncError, Synchronizer, WarmUp};
+use redsync_engine::{
+    Choice, Config, Fault, Kind, Layer, Method, Mode, SyncError, Synchronizer, WarmUp, Window,
+};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
@@ -345,4 +347,58 @@ fn layers_and_plans_that_make_no_sense_are_refused() {
     plan.layers.insert("middle".into(), choice);
     let why = "sampled selection cannot be combined with quantization";
     assert!(refused(layers(), plan).starts_with(&format!("layer middle: {why}")));
+}
+
+/// Densities travel as text: a parser may be off by one unit in the last place.
+#[test]
+fn any_density_is_equal_to_itself() {
+    for density in [1.0 / 11.0, 0.013000000000000001, 0.001 * 26.0, f64::from(0.0007f32)] {
+        let steps = run(2, move |_, comm| {
+            let mut replica = Replica::new(config(Method::Rgc, density), comm).unwrap();
+            replica.step().unwrap();
+            replica.sync.step()
+        });
+        assert_eq!(steps, [1, 1]);
+    }
+}
+
+#[test]
+fn nonsense_in_the_configuration_is_refused() {
+    let refused =
+        |config: Config| run(1, move |_, comm| Replica::new(config.clone(), comm).err().unwrap().to_string());
+    for clip in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let texts = refused(Config { mode: Mode::Rnn { clip: Some(clip) }, ..config(Method::Rgc, 0.1) });
+        assert!(texts[0].contains("clipped"), "{texts:?}");
+    }
+    let mut quantized_output = config(Method::RgcAsq, 0.1);
+    let choice = Choice::Sparse { selector: Selector::Carried, quantized: true };
+    quantized_output.layers.insert("out".into(), choice);
+    assert!(refused(quantized_output)[0].contains("never quantized"));
+    assert!(refused(config(Method::Rgc, 0.0))[0].contains("density 0"));
+}
+
+/// A window that does not lie within its buffer has the wrong length; afterwards the right one can still be submitted.
+#[test]
+fn a_window_out_of_range_is_refused_and_can_be_mended() {
+    run(1, |_, comm| {
+        let mut replica = Replica::new(config(Method::Rgc, 0.1), comm).unwrap();
+        let buffer = Arc::new(vec![0.5f32; 10]);
+        let outside = Window { buffer, range: 5..705 };
+        let error = replica.sync.submit(0, outside).unwrap_err().to_string();
+        assert_eq!(error, "layer first, step 0: the gradient has 0 elements, the layer has 700");
+        replica.step().unwrap();
+    });
+}
+
+#[test]
+fn a_step_under_way_can_neither_be_saved_nor_replaced() {
+    run(1, |_, comm| {
+        let mut replica = Replica::new(config(Method::Rgc, 0.1), comm).unwrap();
+        replica.step().unwrap();
+        replica.sync.submit(1, vec![0.5; 9]).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let under_way = "step 1 is under way: finish comes first";
+        assert_eq!(replica.sync.save(dir.path(), 0, Vec::new()).unwrap_err().to_string(), under_way);
+        assert_eq!(replica.sync.load(dir.path()).unwrap_err().to_string(), under_way);
+    });
 }

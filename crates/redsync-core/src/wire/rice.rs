@@ -179,6 +179,17 @@ mod tests {
         assert_eq!(parameter(0, 0), 0);
     }
 
+    /// A run of zeros as long as a peer likes must not overflow on the way to an index.
+    #[test]
+    fn a_quotient_beyond_the_layer_is_refused() {
+        for parameter in [0, 5, 31] {
+            let mut bytes = vec![0u8; 100];
+            bytes.extend([0x80, 0, 0, 0, 0]);
+            let refused = decode(&bytes, parameter, 1, 4, &mut Vec::new());
+            assert_eq!(refused, Err(BadMessage::Index { position: 0, n: 4 }));
+        }
+    }
+
     fn indices() -> impl Strategy<Value = (u32, Vec<u32>)> {
         prop_oneof![Just(1u32), 2u32..300, Just(1 << 20), Just(u32::MAX)].prop_flat_map(|n| {
             let set = proptest::collection::btree_set(0..n, 0..(n as usize).min(200));
