@@ -15,6 +15,8 @@ pub(crate) struct Candidates {
     pub stats: Vec<Stats>,
     /// Whether all values of the last accumulating pass are finite.
     pub finite: bool,
+    /// A chunk of a gradient that had to be converted.
+    pub converted: Vec<f32>,
     scratch: Vec<Key>,
     keep: usize,
 }

@@ -95,13 +95,17 @@ impl<'a> Gradient<'a> {
     }
 
     /// At most a chunk as f32, through `buffer` where it has to be converted.
-    pub(crate) fn as_f32<'b>(&self, buffer: &'b mut [f32; CHUNK]) -> &'b [f32]
+    pub(crate) fn as_f32<'b>(&self, buffer: &'b mut Vec<f32>) -> &'b [f32]
     where
         'a: 'b,
     {
+        if let Gradient::F32(g) = self {
+            return g;
+        }
+        buffer.resize(CHUNK, 0.0);
         let buffer = &mut buffer[..self.len()];
         match self {
-            Gradient::F32(g) => return g,
+            Gradient::F32(_) => {}
             Gradient::F16(g) => g.convert_to_f32_slice(buffer),
             Gradient::Bf16(g) => g.convert_to_f32_slice(buffer),
         }

@@ -271,7 +271,7 @@ impl Split for Span<'_> {
 impl Span<'_> {
     /// One thread's pass.
     fn run(mut self, plan: &Plan, into: &mut Candidates) {
-        let mut buffer = [0f32; CHUNK];
+        let mut buffer = std::mem::take(&mut into.converted);
         let save = !self.saved_v.is_empty();
         while self.len() > 0 {
             let mid = self.len().min(CHUNK);
@@ -285,6 +285,7 @@ impl Span<'_> {
             }
             self = rest;
         }
+        into.converted = buffer;
         if save {
             kernel::fence(plan.level);
         }

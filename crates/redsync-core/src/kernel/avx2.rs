@@ -12,9 +12,10 @@ use crate::phase::Lens;
 use std::arch::x86_64::*;
 
 const VECTORS: usize = BLOCK / 8;
-/// One bit in a word for every block of a chunk.
 const BLOCKS: usize = CHUNK / BLOCK;
-const _: () = assert!(BLOCKS == u64::BITS as usize);
+/// Blocks whose hits are looked at together, one bit in a word for each.
+const GROUP: usize = u64::BITS as usize;
+const _: () = assert!(BLOCKS.is_multiple_of(GROUP));
 
 /// Magnitudes from here on, as integers, are those of infinity and NaN.
 const NOT_FINITE: i32 = 0x7f80_0000;
@@ -157,30 +158,39 @@ fn any_above(sizes: __m256i, floor: __m256i) -> u8 {
 /// Looks again at the blocks with a hit and appends their candidates, in order.
 #[target_feature(enable = "avx2")]
 fn push_hits(lens: Lens, floor: f32, v: &[f32], base: u32, hits: &[u8; BLOCKS], found: &mut Vec<Key>) {
+    let (rows, _) = v.as_chunks::<BLOCK>();
+    let (lanes, floor_lanes) = (Lanes::new(lens), _mm256_set1_ps(floor));
+    for (group, hits) in hits.as_chunks::<GROUP>().0.iter().enumerate() {
+        let mut hit = not_zero(hits);
+        while hit != 0 {
+            let block = group * GROUP + hit.trailing_zeros() as usize;
+            let mut above = 0u64;
+            for j in 0..VECTORS {
+                // SAFETY: a row has BLOCK = 8 * VECTORS elements.
+                let value = unsafe { _mm256_loadu_ps(rows[block].as_ptr().add(8 * j)) };
+                let mask = _mm256_cmp_ps::<_CMP_GT_OQ>(lanes.see(value), floor_lanes);
+                above |= (_mm256_movemask_ps(mask) as u64) << (8 * j);
+            }
+            while above != 0 {
+                let i = block * BLOCK + above.trailing_zeros() as usize;
+                found.push(Key::new(v[i], base + i as u32));
+                above &= above - 1;
+            }
+            hit &= hit - 1;
+        }
+    }
+}
+
+/// One bit for every byte that is not zero.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn not_zero(hits: &[u8; GROUP]) -> u64 {
     let halves: &[[u8; 32]; 2] = bytemuck::cast_ref(hits);
     let quiet = halves.map(|half| {
         let zero = _mm256_cmpeq_epi8(bytemuck::cast(half), _mm256_setzero_si256());
         u64::from(_mm256_movemask_epi8(zero) as u32)
     });
-    let mut hit = !(quiet[0] | quiet[1] << 32);
-    let (rows, _) = v.as_chunks::<BLOCK>();
-    let (lanes, floor_lanes) = (Lanes::new(lens), _mm256_set1_ps(floor));
-    while hit != 0 {
-        let block = hit.trailing_zeros() as usize;
-        let mut above = 0u64;
-        for j in 0..VECTORS {
-            // SAFETY: a row has BLOCK = 8 * VECTORS elements.
-            let value = unsafe { _mm256_loadu_ps(rows[block].as_ptr().add(8 * j)) };
-            let mask = _mm256_cmp_ps::<_CMP_GT_OQ>(lanes.see(value), floor_lanes);
-            above |= (_mm256_movemask_ps(mask) as u64) << (8 * j);
-        }
-        while above != 0 {
-            let i = block * BLOCK + above.trailing_zeros() as usize;
-            found.push(Key::new(v[i], base + i as u32));
-            above &= above - 1;
-        }
-        hit &= hit - 1;
-    }
+    !(quiet[0] | quiet[1] << 32)
 }
 
 /// A [`Lens`] for eight lanes.

@@ -9,7 +9,7 @@ mod portable;
 use crate::phase::Lens;
 
 /// Elements per call, so that a caller can bound what one call finds. A multiple of [`BLOCK`].
-pub(crate) const CHUNK: usize = 4096;
+pub(crate) const CHUNK: usize = 8192;
 /// Elements per turn of the loops, which look for hits one block at a time.
 const BLOCK: usize = 64;
 /// Partial results of [`Stats`] within a chunk.
