@@ -12,6 +12,7 @@ use crate::{hello, plan, replica};
 use redsync_comm::{Communicator, Tag};
 use redsync_core::{Compressor, Sparse, Workspace, apply};
 use serde_json::{Value, json};
+use std::ops::Range;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -95,8 +96,8 @@ pub struct Synchronizer {
     submitter: Submitter,
     outcomes: Receiver<Outcome>,
     arrived: Vec<Arrived>,
-    /// For each layer, where its update is: group and place in it.
-    place: Vec<Option<(usize, usize)>>,
+    /// For each layer, where its update is.
+    place: Vec<Option<Place>>,
     stats: StepStats,
     workspace: Workspace,
     fingerprint: Value,
@@ -237,12 +238,12 @@ impl Synchronizer {
     }
 
     fn keep(&mut self, arrived: Arrived) {
-        let mut offset = 0;
+        let (group, mut begin) = (self.arrived.len(), 0);
         for (at, layer) in arrived.group.layers.iter().enumerate() {
-            let place = if arrived.group.sparse { at } else { offset };
-            self.place[*layer] = Some((self.arrived.len(), place));
+            let end = begin + self.shared.layers[*layer].size;
+            self.place[*layer] = Some(Place { group, at, elements: begin..end });
             self.stats.layers[*layer] = arrived.stats[at];
-            offset += self.shared.layers[*layer].size;
+            begin = end;
         }
         self.arrived.push(arrived);
     }
@@ -268,34 +269,27 @@ impl Synchronizer {
 
     /// The update of a layer, after [`Synchronizer::finish`] and before the next.
     pub fn update(&self, layer: usize) -> Option<Update<'_>> {
-        let (group, at) = (*self.place.get(layer)?)?;
-        match &self.arrived.get(group)?.result {
-            Received::Sparse(messages) => Some(Update::Sparse(&messages[at])),
-            Received::Dense(values) => Some(Update::Dense(&values[at..at + self.shared.layers[layer].size])),
-        }
+        find_update(&self.place, &self.arrived, layer)
     }
 
     /// `weights -= learning_rate * update`, plain.
     pub fn apply(&mut self, layer: usize, weights: &mut [f32], learning_rate: f32) -> Result<(), SyncError> {
         lock(&self.submitter.inbox).check()?;
         let begin = Instant::now();
-        let mut workspace = std::mem::replace(&mut self.workspace, Workspace::new(1));
-        let done = match self.update(layer) {
-            None => Err(SyncError::Order(format!("layer {layer} has no update: finish comes first"))),
-            Some(Update::Sparse(messages)) => apply::add(weights, messages, -learning_rate, &mut workspace)
-                .map_err(|why| SyncError::Apply { layer: self.shared.layers[layer].name.clone(), why }),
+        let refuse = |why| SyncError::Apply { layer: self.shared.layers[layer].name.clone(), why };
+        match find_update(&self.place, &self.arrived, layer) {
+            None => return Err(SyncError::Order(format!("layer {layer} has no update: finish comes first"))),
+            Some(Update::Sparse(messages)) => {
+                apply::add(weights, messages, -learning_rate, &mut self.workspace).map_err(refuse)?;
+            }
             Some(Update::Dense(gradient)) if gradient.len() != weights.len() => {
-                let why =
-                    apply::ApplyError { rank: self.rank().0, theirs: gradient.len(), ours: weights.len() };
-                Err(SyncError::Apply { layer: self.shared.layers[layer].name.clone(), why })
+                let rank = self.shared.comm.rank();
+                return Err(refuse(apply::ApplyError { rank, theirs: gradient.len(), ours: weights.len() }));
             }
             Some(Update::Dense(gradient)) => {
                 weights.iter_mut().zip(gradient).for_each(|(w, g)| *w -= learning_rate * g);
-                Ok(())
             }
-        };
-        self.workspace = workspace;
-        done?;
+        }
         self.stats.layers[layer].apply_ms += begin.elapsed().as_secs_f64() * 1e3;
         Ok(())
     }
@@ -415,6 +409,24 @@ impl Synchronizer {
             Some(own) if same => Ok(own),
             _ => Ok(Saved::reshare(Saved::read_all(dir)?, rank, ranks)?),
         }
+    }
+}
+
+/// Where the update of a layer is.
+#[derive(Clone)]
+struct Place {
+    group: usize,
+    /// Its place among the layers of the group.
+    at: usize,
+    /// Its elements in the buffer of a dense group.
+    elements: Range<usize>,
+}
+
+fn find_update<'a>(place: &[Option<Place>], arrived: &'a [Arrived], layer: usize) -> Option<Update<'a>> {
+    let Place { group, at, elements } = place.get(layer)?.clone()?;
+    match &arrived.get(group)?.result {
+        Received::Sparse(messages) => Some(Update::Sparse(&messages[at])),
+        Received::Dense(values) => Some(Update::Dense(&values[elements])),
     }
 }
 
