@@ -6,8 +6,9 @@ use crate::kernel::{Key, Level, Stats};
 use crate::phase::Phase;
 use crate::sparse::Sparse;
 
-/// Below this many elements one thread is faster than two (`redsync bench select --threads 2`).
-pub(crate) const PARALLEL_FROM: usize = 1 << 18;
+/// From this many elements on two threads are not slower than one; at 1M they take 0.8, at 2M 0.63 of its time (`redsync bench
+/// select --n 1M --threads 2`).
+pub(crate) const PARALLEL_FROM: usize = 1 << 19;
 
 /// Scratch memory and thread count of one compressing thread; serves any number of layers, one at a time.
 ///

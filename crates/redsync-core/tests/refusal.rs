@@ -56,7 +56,7 @@ proptest! {
 /// Too large to be looked at first: exact with `undo`, else subtracted again.
 #[test]
 fn a_large_layer_is_restored() {
-    let n = 300_000;
+    let n = 600_000;
     for momentum in MOMENTA {
         for (undo, threads) in [(true, 1), (false, 1), (true, 2), (false, 2)] {
             let mut layer = layer(n, momentum, undo);

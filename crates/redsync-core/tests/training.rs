@@ -194,7 +194,7 @@ proptest! {
         seed: u64, ranks in 0usize..9, fraction in prop_oneof![Just(0.0005), Just(0.02), Just(0.7)],
     ) {
         use rand::{RngExt, SeedableRng};
-        let n = (1 << 18) + 77;
+        let n = (1 << 19) + 77;
         let mut random = rand_xoshiro::Xoshiro256PlusPlus::seed_from_u64(seed);
         let messages: Vec<Sparse> = (0..ranks).map(|_| {
             let indices: Vec<u32> = (0..n).filter(|_| random.random::<f64>() < fraction).collect();
