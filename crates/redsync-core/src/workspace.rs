@@ -105,8 +105,9 @@ impl Workspace {
     /// there were more, the others stand first in `scratch`, in no order.
     pub(crate) fn choose(&mut self, most: usize) -> Option<Key> {
         self.keys.clear();
-        for part in &self.parts {
-            self.keys.extend_from_slice(&part.keys);
+        match &mut self.parts[..] {
+            [part] => std::mem::swap(&mut self.keys, &mut part.keys),
+            parts => parts.iter().for_each(|part| self.keys.extend_from_slice(&part.keys)),
         }
         if self.keys.len() > most {
             return Some(largest(&mut self.keys, most, &mut self.scratch));

@@ -8,22 +8,25 @@ use crate::workspace::Workspace;
 
 /// How far the threshold falls when there were too few candidates to see the rank it should have.
 const LOWER: f32 = 0.99;
-/// Candidates wanted besides the k chosen: enough for what changes from step to step (a quarter) and for chance.
-fn margin(k: usize) -> usize {
-    k / 4 + 2 * k.isqrt()
+/// Candidates wanted besides the k chosen, for what changes from step to step and for chance: an eighth, or half where the
+/// last threshold turned out too high.
+fn margin(k: usize, too_high: bool) -> usize {
+    (if too_high { k / 2 } else { k / 8 }) + 2 * k.isqrt()
 }
 
 pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
     let floor = memory.threshold;
-    if workspace.found() < k && floor > 0.0 {
+    let too_high = workspace.found() < k && floor > 0.0;
+    if too_high {
         workspace.scan(v, phase, 0.0, 2 * k);
     }
     let found = workspace.found();
     let least = workspace.choose(k).map_or(0.0, |key| key.magnitude());
-    let wanted = if found >= k + margin(k) {
+    let margin = margin(k, too_high);
+    let wanted = if found >= k + margin {
         // The candidates that were not chosen stand first in the scratch, in no order.
         let rest = &mut workspace.scratch[..found - k];
-        let at = rest.len() - margin(k);
+        let at = rest.len() - margin;
         rest.select_nth_unstable(at).1.magnitude()
     } else {
         floor * LOWER
