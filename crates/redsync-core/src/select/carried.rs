@@ -8,6 +8,7 @@ use crate::workspace::Workspace;
 
 /// How far the threshold falls when there were too few candidates to see the rank it should have.
 const LOWER: f32 = 0.99;
+
 /// Candidates wanted besides the k chosen, for what changes from step to step and for chance: an eighth, or half where the
 /// last threshold turned out too high.
 fn margin(k: usize, too_high: bool) -> usize {
@@ -28,6 +29,9 @@ pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize,
         let rest = &mut workspace.scratch[..found - k];
         let at = rest.len() - margin;
         rest.select_nth_unstable(at).1.magnitude()
+    } else if too_high {
+        // All elements that compete were found, and they are hardly more than k.
+        0.0
     } else {
         floor * LOWER
     };
