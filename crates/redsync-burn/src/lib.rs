@@ -1,0 +1,3 @@
+//! RedSync for Burn.
+pub mod flex;
+pub mod hook;
