@@ -11,6 +11,7 @@ macro_rules! say {
 pub(crate) use say;
 
 mod bench;
+mod train;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -27,6 +28,10 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Train a network, by default a small one on handwritten digits with 4 workers
+    Train(train::Train),
+    /// Train by several methods, the rest being equal, and show them side by side
+    Compare(train::Compare),
     /// Measure a stage on this machine, against one pass over memory
     #[command(subcommand, arg_required_else_help = true)]
     Bench(bench::Bench),
@@ -35,15 +40,33 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.command {
+        Command::Train(train) => train.run(),
+        Command::Compare(compare) => compare.run(),
         Command::Bench(bench) => bench.run(),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             complain(&format!("{error:#}"));
-            ExitCode::FAILURE
+            if error.is::<Usage>() { ExitCode::from(2) } else { ExitCode::FAILURE }
         }
     }
+}
+
+/// A wrong choice of the user, which ends with status 2 as clap's own refusals do.
+#[derive(Debug)]
+struct Usage(String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+fn usage(what: String) -> anyhow::Error {
+    anyhow::Error::new(Usage(what))
 }
 
 /// One line on standard error, in one write: the lines of several ranks share a terminal.

@@ -31,7 +31,7 @@ impl Model {
 
 /// The name asked for is none of [`NAMES`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown model {name}: {}", hint(.name))]
+#[error("unknown model {name}: {}", crate::nearest(.name, &NAMES))]
 pub struct UnknownModel {
     /// The name asked for.
     pub name: String,
@@ -61,30 +61,6 @@ pub const NAMES: [&str; 7] = {
     }
     names
 };
-
-/// The names at most two edits from a wrong one, or all names when none is that near.
-fn hint(wrong: &str) -> String {
-    let wrong = wrong.to_lowercase();
-    let near: Vec<&str> = NAMES.into_iter().filter(|name| edits(&wrong, name) <= 2).collect();
-    match near.is_empty() {
-        true => format!("known are {}", NAMES.join(", ")),
-        false => format!("did you mean {}?", near.join(" or ")),
-    }
-}
-
-/// Levenshtein distance: `row[j]` is the distance of the part of `a` seen so far to the first `j` of `b`.
-fn edits(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.chars().count()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, y) in b.chars().enumerate() {
-            let replaced = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.chars().count()]
-}
 
 /// The one tensor called `weight` of a module.
 fn weight(module: &str, size: usize, kind: Kind) -> Layer {
@@ -306,11 +282,5 @@ mod tests {
         assert_eq!(message("AlexNt"), "unknown model AlexNt: did you mean alexnet?");
         assert_eq!(message("resnet18"), "unknown model resnet18: did you mean resnet44 or resnet50?");
         assert_eq!(message("bert"), format!("unknown model bert: known are {}", NAMES.join(", ")));
-    }
-
-    #[test]
-    fn edits_counts_insertions_deletions_and_replacements() {
-        assert_eq!([edits("", "abc"), edits("abc", ""), edits("kitten", "sitting")], [3, 3, 3]);
-        assert_eq!(edits("vgg16", "vgg16"), 0);
     }
 }

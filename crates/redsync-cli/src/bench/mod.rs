@@ -115,7 +115,7 @@ fn parse_density(text: &str) -> Result<Density, String> {
 }
 
 /// 1234567 as 1,234,567.
-fn grouped(n: usize) -> String {
+pub(crate) fn grouped(n: usize) -> String {
     let digits = n.to_string();
     let mut out = String::new();
     for (i, digit) in digits.chars().enumerate() {
@@ -150,12 +150,12 @@ fn progress(steps: u64, what: &'static str) -> ProgressBar {
     }
 }
 
-fn print_json(document: &impl Serialize) -> Result<()> {
+pub(crate) fn print_json(document: &impl Serialize) -> Result<()> {
     crate::say!("{}", serde_json::to_string_pretty(document).context("cannot write JSON")?);
     Ok(())
 }
 
-fn table(header: &[&str]) -> comfy_table::Table {
+pub(crate) fn table(header: &[&str]) -> comfy_table::Table {
     use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED).set_header(header);

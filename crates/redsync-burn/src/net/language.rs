@@ -1,0 +1,83 @@
+//! Language models: words in, scores of the next word out, by layers of LSTM between an embedding and its transpose.
+//! What must hold: the state goes from one window of the text to the next, its gradients do not.
+
+use super::Pass;
+use super::weights::{Init, Spec};
+use crate::ops::decode::{decode, embed};
+use crate::ops::lstm::lstm;
+use burn::tensor::Tensor;
+use redsync_engine::Kind;
+
+/// Layers of LSTM whose embedding is also the matrix of the scores.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Lstm {
+    /// Width of a word, and of the state.
+    pub units: usize,
+    /// Layers.
+    pub layers: usize,
+    /// Dropout between them, and before and behind all.
+    pub dropout: f32,
+    /// Parameters begin uniformly between minus and plus this.
+    pub begin: f32,
+}
+
+/// What each layer remembers of the text so far: h and c, `[batch, units]`.
+pub type State = Vec<(Vec<f32>, Vec<f32>)>;
+
+/// A language model.
+#[derive(Clone, Debug)]
+pub struct Language {
+    /// The number of different words.
+    pub vocabulary: usize,
+    pub(super) specs: Vec<Spec>,
+    shape: Lstm,
+}
+
+impl Lstm {
+    /// The network for a vocabulary. Names and order are those of `redsync_engine::models`.
+    pub fn build(&self, vocabulary: usize) -> Language {
+        let (units, gates, init) = (self.units, 4 * self.units, Init::Uniform(self.begin));
+        let mut specs = vec![Spec::new("encoder.weight", &[vocabulary, units], Kind::Output, init)];
+        for depth in 0..self.layers {
+            let name = |part: &str| format!("rnn.{part}_l{depth}");
+            specs.extend([
+                Spec::new(name("weight_ih"), &[gates, units], Kind::Weight, init),
+                Spec::new(name("weight_hh"), &[gates, units], Kind::Weight, init),
+                Spec::new(name("bias_ih"), &[gates], Kind::BiasOrNorm, init),
+                Spec::new(name("bias_hh"), &[gates], Kind::BiasOrNorm, init),
+            ]);
+        }
+        specs.push(Spec::new("decoder.bias", &[vocabulary], Kind::BiasOrNorm, Init::Constant(0.0)));
+        Language { vocabulary, specs, shape: self.clone() }
+    }
+}
+
+impl Language {
+    /// The state before the first word.
+    pub fn blank(&self, batch: usize) -> State {
+        let zeros = || vec![0.0; batch * self.shape.units];
+        (0..self.shape.layers).map(|_| (zeros(), zeros())).collect()
+    }
+
+    /// The scores of the word behind each of these, `[words, vocabulary]`; the words stand time by time, `[time, batch]`.
+    pub fn run(&self, pass: &mut Pass, words: &[u32], state: &mut State) -> Tensor<2> {
+        let (units, layers, rate) = (self.shape.units, self.shape.layers, self.shape.dropout);
+        let batch = state[0].0.len() / units;
+        // The embedding has no input on the tape; any tensor without a history has the same depth.
+        let encoder: Tensor<2> =
+            pass.weight(0, &crate::flex::untracked::<1>(crate::flex::tensor(vec![0.0], &[1])));
+        let x = pass.dropout(embed(words, encoder.clone()), rate);
+        let mut x = x.reshape([words.len() / batch, batch, units]);
+        for (depth, state) in (0..layers).zip(state) {
+            let first = 1 + 4 * depth;
+            let weights = (pass.weight(first, &x), pass.weight(first + 1, &x));
+            let biases = (pass.weight(first + 2, &x), pass.weight(first + 3, &x));
+            let (y, last) = lstm(x, weights.0, weights.1, biases.0, biases.1, std::mem::take(state));
+            *state = last;
+            x = pass.dropout(y, rate);
+        }
+        let x = x.reshape([words.len(), units]);
+        let bias = pass.weight(1 + 4 * layers, &x);
+        decode(x, encoder, bias)
+    }
+}

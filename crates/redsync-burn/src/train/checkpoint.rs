@@ -1,0 +1,158 @@
+//! Checkpoints: everything from which a training goes on to the same bits.
+//!
+//! ```text
+//! DIR/latest                     the name of the newest complete checkpoint
+//! DIR/step-00000120/model.safetensors       weights, momentum, and what the run was (rank 0)
+//! DIR/step-00000120/worker-0003.safetensors running statistics, state of a recurrent network, counters (each rank)
+//! DIR/step-00000120/rank-0003.safetensors   residuals (each rank, by the synchronizer)
+//! ```
+//! What must hold: `latest` changes only when all files of a checkpoint are there; every file is checked to the last byte when
+//! it is read.
+
+use super::TrainError;
+use redsync_engine::replica_hash;
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde_json::Value;
+use std::collections::HashMap;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Named vectors.
+pub(super) type Tensors = Vec<(String, Vec<f32>)>;
+
+fn wrong(path: &Path, why: impl ToString) -> TrainError {
+    TrainError::Checkpoint { path: path.to_path_buf(), why: why.to_string() }
+}
+
+/// The directory of a step's checkpoint.
+pub(super) fn place(dir: &Path, step: u64) -> PathBuf {
+    dir.join(format!("step-{step:08}"))
+}
+
+/// The newest complete checkpoint; None if there is none.
+pub(super) fn latest(dir: &Path) -> Result<Option<PathBuf>, TrainError> {
+    let file = dir.join("latest");
+    let name = match fs::read_to_string(&file) {
+        Ok(name) => name,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(wrong(&file, error)),
+    };
+    let digits = name.trim().strip_prefix("step-").unwrap_or_default();
+    match !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        true => Ok(Some(dir.join(name.trim()))),
+        false => Err(wrong(&file, "does not name a checkpoint")),
+    }
+}
+
+/// Makes a step's checkpoint, whose files are all there, the newest, and removes all but it and the one before.
+pub(super) fn complete(dir: &Path, step: u64) -> Result<(), TrainError> {
+    let place = place(dir, step);
+    let name = place.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let before = latest(dir)?;
+    write(&dir.join("latest"), name.as_bytes())?;
+    let old = fs::read_dir(dir).map_err(|error| wrong(dir, error))?.flatten().map(|entry| entry.path());
+    for old in old.filter(|path| *path != place && Some(path) != before.as_ref()) {
+        if old.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-")) {
+            // What cannot be removed takes space, and nothing else.
+            let _ = fs::remove_dir_all(old);
+        }
+    }
+    Ok(())
+}
+
+/// Writes a file so that it is there whole or not at all.
+fn write(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
+    let failed = |source| TrainError::Write { path: path.to_path_buf(), source };
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(".part");
+    let part = path.with_file_name(name);
+    let mut file = fs::File::create(&part).map_err(failed)?;
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
+    fs::rename(&part, path).map_err(failed)?;
+    // The name itself is durable only with its directory.
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    parent.map_or(Ok(()), |parent| fs::File::open(parent).and_then(|dir| dir.sync_all())).map_err(failed)
+}
+
+/// The sum over all values and the description, in a fixed order.
+fn checksum(tensors: &Tensors, about: &str) -> String {
+    let mut slices: Vec<&[f32]> = tensors.iter().map(|(_, values)| &values[..]).collect();
+    let text: Vec<f32> = about.bytes().map(f32::from).collect();
+    slices.push(&text);
+    format!("{:016x}", replica_hash(&slices))
+}
+
+/// Writes tensors and a description into a file.
+pub(super) fn write_tensors(path: &Path, tensors: &Tensors, about: &Value) -> Result<(), TrainError> {
+    let about = about.to_string();
+    let mut sorted: Tensors = tensors.clone();
+    sorted.sort_by(|a, b| a.0.cmp(&b.0));
+    let metadata =
+        HashMap::from([("check".to_string(), checksum(&sorted, &about)), ("about".to_string(), about)]);
+    let view = |(name, values)| {
+        let view = TensorView::new(Dtype::F32, vec![<Vec<f32>>::len(values)], bytemuck::cast_slice(values));
+        view.map(|view| (name, view))
+    };
+    let views = sorted.iter().map(|(name, values)| view((name, values))).collect::<Result<Vec<_>, _>>();
+    let views = views.map_err(|error| wrong(path, error))?;
+    let bytes = safetensors::serialize(views, Some(metadata)).map_err(|error| wrong(path, error))?;
+    write(path, &bytes)
+}
+
+/// Reads what [`write_tensors`] wrote, and nothing else.
+pub(super) fn read_tensors(path: &Path) -> Result<(HashMap<String, Vec<f32>>, Value), TrainError> {
+    let bytes = fs::read(path).map_err(|error| wrong(path, error))?;
+    let damaged = |_| wrong(path, "is damaged: it is no safetensors file");
+    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(damaged)?;
+    let metadata =
+        header.metadata().as_ref().ok_or_else(|| wrong(path, "is not a checkpoint of a training"))?;
+    let (Some(about), Some(check)) = (metadata.get("about"), metadata.get("check")) else {
+        return Err(wrong(path, "is not a checkpoint of a training"));
+    };
+    let parsed = SafeTensors::deserialize(&bytes).map_err(damaged)?;
+    let mut tensors: Tensors = Vec::new();
+    for (name, view) in parsed.tensors() {
+        if view.dtype() != Dtype::F32 {
+            return Err(wrong(path, format!("{name} is not made of 32-bit numbers")));
+        }
+        let values =
+            view.data().chunks_exact(4).map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]]));
+        tensors.push((name, values.collect()));
+    }
+    tensors.sort_by(|a, b| a.0.cmp(&b.0));
+    if checksum(&tensors, about) != *check {
+        return Err(wrong(path, "is damaged: its checksum is wrong"));
+    }
+    let about =
+        serde_json::from_str(about).map_err(|_| wrong(path, "is damaged: its description cannot be read"))?;
+    Ok((tensors.into_iter().collect(), about))
+}
+
+/// Takes a vector of a length out of those that were read.
+pub(super) fn take(
+    path: &Path,
+    tensors: &mut HashMap<String, Vec<f32>>,
+    name: &str,
+    length: usize,
+) -> Result<Vec<f32>, TrainError> {
+    match tensors.remove(name) {
+        Some(values) if values.len() == length => Ok(values),
+        Some(values) => Err(wrong(path, format!("{name} has {} elements instead of {length}", values.len()))),
+        None => Err(wrong(path, format!("has no {name}: it is of another model"))),
+    }
+}
+
+/// Refuses a checkpoint of another run: every entry of `ours` must be the same in `theirs`.
+pub(super) fn same_run(path: &Path, ours: &Value, theirs: &Value) -> Result<(), TrainError> {
+    let (Some(ours), Some(theirs)) = (ours.as_object(), theirs.as_object()) else {
+        return Err(wrong(path, "does not say of which run it is"));
+    };
+    match ours.iter().find(|(key, value)| theirs.get(*key) != Some(value)) {
+        None => Ok(()),
+        Some((key, value)) => {
+            let theirs = theirs.get(key).unwrap_or(&Value::Null);
+            Err(wrong(path, format!("is of another run: there {key} is {theirs}, here {value}")))
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! What a training tells: records of steps, layers and epochs for an observer, and the summary at the end. [`Metrics`] is the
+//! observer that writes them as JSON lines and as TensorBoard events.
+
+use super::TrainError;
+use super::events::Events;
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Seconds (of a run) or milliseconds (of a step) by phase. Selecting, encoding and decoding run beside the backward pass; exchange
+/// is the time in which there was nothing left to do but to wait for other ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct Seconds {
+    pub forward: f64,
+    pub backward: f64,
+    pub select: f64,
+    pub encode: f64,
+    pub exchange: f64,
+    pub decode: f64,
+    pub apply: f64,
+    pub update: f64,
+    pub total: f64,
+}
+
+impl Seconds {
+    /// Adds another, scaled.
+    pub fn add(&mut self, other: &Seconds, factor: f64) {
+        self.forward += factor * other.forward;
+        self.backward += factor * other.backward;
+        self.select += factor * other.select;
+        self.encode += factor * other.encode;
+        self.exchange += factor * other.exchange;
+        self.decode += factor * other.decode;
+        self.apply += factor * other.apply;
+        self.update += factor * other.update;
+        self.total += factor * other.total;
+    }
+}
+
+/// What a run is, told once.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct RunRecord {
+    pub model: String,
+    pub data: String,
+    pub method: &'static str,
+    pub workers: usize,
+    pub comm: &'static str,
+    pub seed: u64,
+    pub parameters: usize,
+    /// Parameters in layers that are compressed.
+    pub compressed: usize,
+    pub density: f64,
+    /// Of one worker.
+    pub batch: usize,
+    pub epochs: u32,
+    pub steps_per_epoch: u64,
+    /// The step it begins with; more than 0 when it was resumed.
+    pub step: u64,
+    pub metric_name: &'static str,
+    /// Words instead of images go through.
+    pub words: bool,
+}
+
+/// Some steps, of rank 0: averages since the last record.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct StepRecord {
+    pub epoch: u32,
+    pub step: u64,
+    pub loss: f64,
+    pub lr: f32,
+    pub ms: Seconds,
+    pub exposed_ms: f64,
+    /// Of a step.
+    pub bytes_sent: u64,
+    pub dense_bytes: u64,
+    /// Images or words of all workers.
+    pub per_second: f64,
+}
+
+/// A layer at an epoch's end.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct LayerRecord {
+    pub epoch: u32,
+    pub name: String,
+    pub size: usize,
+    pub choice: &'static str,
+    /// The share of its elements that the last step sent.
+    pub density: f64,
+    pub residual_norm: Option<f64>,
+    pub bytes_sent: u64,
+}
+
+/// An epoch of all workers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct EpochRecord {
+    pub epoch: u32,
+    pub train_loss: f64,
+    pub test_loss: f64,
+    pub metric: f64,
+    pub seconds: f64,
+    pub images_per_second: f64,
+}
+
+/// The end of a run: what `redsync train --json` prints.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct Summary {
+    pub model: String,
+    pub data: String,
+    pub method: &'static str,
+    pub workers: usize,
+    pub seed: u64,
+    pub metric_name: &'static str,
+    pub epochs: Vec<EpochSummary>,
+    #[serde(rename = "final")]
+    pub end: Final,
+    /// Of one worker: its messages and its dense gradients, each counted once.
+    pub bytes_sent: u64,
+    pub dense_bytes: u64,
+    pub steps: u64,
+    pub seconds: Seconds,
+    pub replica_hash: String,
+}
+
+/// An epoch in the summary.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct EpochSummary {
+    pub epoch: u32,
+    pub loss: f64,
+    pub metric: f64,
+}
+
+/// The trained network on the test data.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct Final {
+    pub loss: f64,
+    pub metric: f64,
+}
+
+/// Gets what rank 0 has to tell, as it happens.
+pub trait Observer {
+    /// The run begins.
+    fn begin(&mut self, _run: &RunRecord) -> Result<(), TrainError> {
+        Ok(())
+    }
+    /// A step is done; called at every step, to move a bar.
+    fn tick(&mut self, _step: u64) {}
+    /// Some steps are done.
+    fn step(&mut self, _record: &StepRecord) -> Result<(), TrainError> {
+        Ok(())
+    }
+    /// An epoch is done.
+    fn epoch(&mut self, _record: &EpochRecord, _layers: &[LayerRecord]) -> Result<(), TrainError> {
+        Ok(())
+    }
+    /// The run is done.
+    fn end(&mut self, _summary: &Summary) -> Result<(), TrainError> {
+        Ok(())
+    }
+}
+
+/// Nobody listens.
+impl Observer for () {}
+
+/// Writes `metrics.jsonl` and a TensorBoard event file into a directory.
+pub struct Metrics {
+    path: PathBuf,
+    lines: File,
+    events: Events,
+}
+
+#[derive(Serialize)]
+struct Line<'a, T> {
+    kind: &'static str,
+    #[serde(flatten)]
+    record: &'a T,
+}
+
+impl Metrics {
+    /// Begins in a directory, which is made if need be; `append` goes on with the file of a run that is resumed.
+    pub fn new(dir: &Path, append: bool) -> Result<Self, TrainError> {
+        let path = dir.join("metrics.jsonl");
+        let failed = |source| TrainError::Write { path: path.clone(), source };
+        std::fs::create_dir_all(dir).map_err(failed)?;
+        let mut options = OpenOptions::new();
+        options.create(true).write(true).append(append).truncate(!append);
+        let lines = options.open(&path).map_err(failed)?;
+        Ok(Metrics { lines, events: Events::new(dir)?, path })
+    }
+
+    fn write<T: Serialize>(&mut self, kind: &'static str, record: &T) -> Result<(), TrainError> {
+        let failed = |source| TrainError::Write { path: self.path.clone(), source };
+        let mut line = serde_json::to_vec(&Line { kind, record }).map_err(|error| failed(error.into()))?;
+        line.push(b'\n');
+        self.lines.write_all(&line).map_err(failed)
+    }
+}
+
+impl Observer for Metrics {
+    fn begin(&mut self, run: &RunRecord) -> Result<(), TrainError> {
+        self.write("run", run)
+    }
+
+    fn step(&mut self, record: &StepRecord) -> Result<(), TrainError> {
+        self.write("step", record)?;
+        let scalars = [
+            ("train/loss", record.loss),
+            ("train/learning_rate", f64::from(record.lr)),
+            ("sync/bytes_sent", record.bytes_sent as f64),
+            ("sync/exposed_ms", record.exposed_ms),
+            ("train/samples_per_second", record.per_second),
+        ];
+        self.events.scalars(record.step, &scalars)
+    }
+
+    fn epoch(&mut self, record: &EpochRecord, layers: &[LayerRecord]) -> Result<(), TrainError> {
+        self.write("epoch", record)?;
+        let step = u64::from(record.epoch);
+        self.events.scalars(step, &[("test/loss", record.test_loss), ("test/metric", record.metric)])?;
+        for layer in layers {
+            self.write("layer", layer)?;
+            if let Some(norm) = layer.residual_norm {
+                self.events.scalars(step, &[(&format!("residual/{}", layer.name), norm)])?;
+            }
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, summary: &Summary) -> Result<(), TrainError> {
+        #[derive(Serialize)]
+        struct End<'a> {
+            loss: f64,
+            metric: f64,
+            bytes_sent: u64,
+            dense_bytes: u64,
+            steps: u64,
+            seconds: &'a Seconds,
+            replica_hash: &'a str,
+        }
+        let Summary { end, bytes_sent, dense_bytes, steps, seconds, replica_hash, .. } = summary;
+        let (bytes_sent, dense_bytes, steps) = (*bytes_sent, *dense_bytes, *steps);
+        self.write(
+            "final",
+            &End {
+                loss: end.loss,
+                metric: end.metric,
+                bytes_sent,
+                dense_bytes,
+                steps,
+                seconds,
+                replica_hash,
+            },
+        )
+    }
+}

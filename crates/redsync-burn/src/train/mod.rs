@@ -1,0 +1,79 @@
+//! Training: settings go in with data and a rank's communicator, a trained network comes out, the same on every rank.
+//!
+//! ```text
+//! batch --> forward --> loss --> backward --gradients--> Synchronizer --updates--> optimizer --> weights
+//! ```
+
+mod checkpoint;
+mod events;
+mod metrics;
+mod optimizer;
+mod schedule;
+mod settings;
+mod trainer;
+
+pub use metrics::{EpochRecord, LayerRecord, Metrics, Observer, RunRecord, Seconds, StepRecord, Summary};
+pub use optimizer::Optimizer;
+pub use schedule::{Pace, Schedule};
+pub use settings::{Begin, Settings};
+pub use trainer::{Ended, train};
+
+use crate::net::UnknownModel;
+use redsync_comm::CommError;
+use redsync_data::{DataError, OrderError};
+use redsync_engine::SyncError;
+use std::path::PathBuf;
+
+/// Why a training ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The model, or that it does not fit the data.
+    #[error(transparent)]
+    Model(#[from] UnknownModel),
+    /// The data.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The data cannot be dealt out like this.
+    #[error(transparent)]
+    Order(#[from] OrderError),
+    /// The exchange of gradients.
+    #[error(transparent)]
+    Sync(#[from] SyncError),
+    /// Another collective.
+    #[error("{what}: {source}")]
+    Comm {
+        /// What was being exchanged.
+        what: &'static str,
+        /// Why it failed.
+        source: CommError,
+    },
+    /// A checkpoint that cannot be used.
+    #[error("the checkpoint {path}: {why}")]
+    Checkpoint {
+        /// Its file or directory.
+        path: PathBuf,
+        /// What is wrong.
+        why: String,
+    },
+    /// A file that cannot be written.
+    #[error("cannot write {path}: {source}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A setting that makes no sense.
+    #[error("{0}")]
+    Setting(String),
+    /// The loss is no number any more.
+    #[error("the loss is {loss} at step {step}: the learning rate {rate} may be too high")]
+    Diverged {
+        /// The step.
+        step: u64,
+        /// The loss.
+        loss: f32,
+        /// The learning rate.
+        rate: f32,
+    },
+}

@@ -1,0 +1,125 @@
+//! The optimizer behind the synchronizer: takes a layer's update, changes its weights.
+//! What must hold: momentum is applied once (in the residual for a sparse update, here for a dense one), and weight decay has the
+//! same strength in both.
+
+use super::TrainError;
+use crate::net::{Spec, Weights};
+use rayon::prelude::*;
+use redsync_core::{Momentum, apply};
+use redsync_engine::{Kind, Synchronizer, Update};
+use serde::{Deserialize, Serialize};
+
+/// Below this many elements a layer is updated by one thread.
+const PARALLEL_FROM: usize = 1 << 17;
+
+/// Which optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Optimizer {
+    /// Plain gradient descent.
+    Sgd,
+    /// With momentum.
+    Momentum,
+    /// With Nesterov's momentum.
+    Nesterov,
+}
+
+impl Optimizer {
+    /// The names of all optimizers.
+    pub const NAMES: [&str; 3] = ["sgd", "momentum", "nesterov"];
+
+    /// The optimizer of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        let all = [Optimizer::Sgd, Optimizer::Momentum, Optimizer::Nesterov];
+        Self::NAMES.iter().position(|known| *known == name).map(|at| all[at])
+    }
+
+    /// The same with its coefficient, as residuals take it.
+    pub fn momentum(self, coefficient: f32) -> Momentum {
+        match self {
+            Optimizer::Sgd => Momentum::None,
+            Optimizer::Momentum => Momentum::Plain(coefficient),
+            Optimizer::Nesterov => Momentum::Nesterov(coefficient),
+        }
+    }
+}
+
+/// The optimizer of one rank.
+pub(super) struct Descent {
+    momentum: Momentum,
+    decay: f32,
+    /// For each parameter whether it decays: biases and norms do not.
+    decays: Vec<bool>,
+    /// Momentum of layers that are dense; empty for others and before the first step.
+    pub buffers: Vec<Vec<f32>>,
+}
+
+impl Descent {
+    pub fn new(specs: &[Spec], momentum: Momentum, decay: f32) -> Self {
+        let decays = specs.iter().map(|spec| decay > 0.0 && spec.layer.kind != Kind::BiasOrNorm).collect();
+        Descent { momentum, decay, decays, buffers: vec![Vec::new(); specs.len()] }
+    }
+
+    /// Applies the updates of a finished step, at a learning rate.
+    pub fn update(
+        &mut self,
+        sync: &mut Synchronizer,
+        weights: &mut Weights,
+        rate: f32,
+    ) -> Result<(), TrainError> {
+        for layer in 0..self.buffers.len() {
+            let values = weights.values_mut(layer);
+            let decay = if self.decays[layer] { self.decay } else { 0.0 };
+            match sync.update(layer) {
+                Some(Update::Dense(gradient)) => {
+                    dense(self.momentum, decay, rate, values, gradient, &mut self.buffers[layer]);
+                }
+                _ => {
+                    if decay > 0.0 {
+                        let coefficient = f64::from(self.momentum.coefficient());
+                        let factor = apply::decay(f64::from(rate), f64::from(decay), coefficient) as f32;
+                        values.par_iter_mut().with_min_len(PARALLEL_FROM).for_each(|w| *w *= factor);
+                    }
+                    sync.apply(layer, values, rate)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Before a step: layers that have become sparse take their momentum along.
+    pub fn hand_over(&mut self, sync: &Synchronizer) {
+        for (layer, buffer) in self.buffers.iter_mut().enumerate() {
+            if sync.is_sparse(layer) && !buffer.is_empty() {
+                sync.adopt_momentum(layer, buffer);
+                *buffer = Vec::new();
+            }
+        }
+    }
+}
+
+/// Ordinary momentum after averaging: b = m*b + g, w -= rate * b, or with Nesterov rate * (g + m*b).
+fn dense(
+    momentum: Momentum,
+    decay: f32,
+    rate: f32,
+    weights: &mut [f32],
+    gradient: &[f32],
+    buffer: &mut Vec<f32>,
+) {
+    let m = momentum.coefficient();
+    let nesterov = matches!(momentum, Momentum::Nesterov(_));
+    if matches!(momentum, Momentum::None) {
+        let pairs = weights.par_iter_mut().zip(gradient).with_min_len(PARALLEL_FROM);
+        return pairs.for_each(|(w, g)| *w -= rate * (g + decay * *w));
+    }
+    if buffer.is_empty() {
+        *buffer = vec![0.0; weights.len()];
+    }
+    let all = weights.par_iter_mut().zip(gradient).zip(buffer).with_min_len(PARALLEL_FROM);
+    all.for_each(|((w, g), b)| {
+        let g = g + decay * *w;
+        *b = m * *b + g;
+        *w -= rate * if nesterov { g + m * *b } else { *b };
+    });
+}

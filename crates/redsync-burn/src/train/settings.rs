@@ -1,0 +1,206 @@
+//! Everything a training can choose, with good values for every model.
+
+use super::{Optimizer, Schedule, TrainError};
+use redsync_data::{DataSet, Places};
+use redsync_engine::{Config, Method, Mode, Preset, WarmUp};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// How compression begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Begin {
+    /// At once.
+    None,
+    /// After dense epochs.
+    Dense,
+    /// By lower and lower densities, some epochs each.
+    Ramp,
+}
+
+impl Begin {
+    /// The names of all.
+    pub const NAMES: [&str; 3] = ["none", "dense", "ramp"];
+
+    /// The one of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        let all = [Begin::None, Begin::Dense, Begin::Ramp];
+        Self::NAMES.iter().position(|known| *known == name).map(|at| all[at])
+    }
+}
+
+/// What a training is to do. The fields are documented as the options of `redsync train`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct Settings {
+    pub model: String,
+    pub data: String,
+    pub method: Method,
+    pub preset: Preset,
+    pub density: f64,
+    pub dense_below: usize,
+    pub warm_up: Begin,
+    pub warm_up_epochs: f64,
+    pub masking: bool,
+    pub bf16: bool,
+    pub epochs: u32,
+    pub batch_size: usize,
+    pub bptt: usize,
+    pub optimizer: Optimizer,
+    pub momentum: f32,
+    pub lr: f64,
+    pub schedule: Schedule,
+    pub lr_warm_up_epochs: f64,
+    pub weight_decay: f32,
+    pub clip: Option<f32>,
+    pub seed: u64,
+    pub train_limit: Option<usize>,
+    pub test_limit: Option<usize>,
+    pub threads: usize,
+    pub deadline: Duration,
+    pub check_every: u64,
+    pub log_every: u64,
+    pub checkpoint_dir: Option<PathBuf>,
+    /// Where a training that is interrupted leaves a checkpoint if it makes no others.
+    pub rescue_dir: Option<PathBuf>,
+    pub checkpoint_every: u64,
+    pub resume: bool,
+    /// Ends after this many steps, as if interrupted.
+    pub stop_after: Option<u64>,
+}
+
+impl Settings {
+    /// Good values for a model; its name need not be known.
+    ///
+    /// ```
+    /// use redsync_burn::train::Settings;
+    /// assert_eq!(Settings::for_model("lstm-small").data, "ptb");
+    /// ```
+    pub fn for_model(model: &str) -> Self {
+        let words = model.starts_with("lstm");
+        let (data, epochs, batch_size, lr) = match model {
+            "vgg-small" => ("cifar10", 10, 32, 0.1),
+            "vgg16-cifar" => ("cifar10", 60, 32, 0.05),
+            "resnet20" | "resnet44" => ("cifar10", 120, 32, 0.1),
+            "alexnet" | "vgg16" => ("synthetic-imagenet", 1, 8, 0.01),
+            "resnet50" => ("synthetic-imagenet", 1, 8, 0.1),
+            "lstm-small" => ("ptb", 6, 5, 20.0),
+            "lstm-ptb" => ("ptb", 40, 5, 20.0),
+            "lstm-wiki2" => ("wikitext-2", 40, 5, 20.0),
+            _ => ("digits", 15, 16, 0.05),
+        };
+        Settings {
+            model: model.into(),
+            data: data.into(),
+            method: Method::RgcAsq,
+            preset: Preset::Auto,
+            density: 0.001,
+            dense_below: Config::default().dense_below,
+            warm_up: Begin::Dense,
+            warm_up_epochs: 1.0,
+            masking: true,
+            bf16: false,
+            epochs,
+            batch_size,
+            bptt: 35,
+            optimizer: if words { Optimizer::Sgd } else { Optimizer::Nesterov },
+            momentum: 0.9,
+            lr,
+            schedule: if words { Schedule::Plateau } else { Schedule::Cosine },
+            lr_warm_up_epochs: if words { 0.0 } else { 1.0 },
+            weight_decay: if words { 0.0 } else { 5e-4 },
+            clip: words.then_some(0.25),
+            seed: 1,
+            train_limit: None,
+            test_limit: None,
+            threads: 1,
+            deadline: Duration::from_secs(60),
+            check_every: 100,
+            log_every: 20,
+            checkpoint_dir: None,
+            rescue_dir: None,
+            checkpoint_every: 1,
+            resume: false,
+            stop_after: None,
+        }
+    }
+
+    /// What the synchronizer is told.
+    pub(super) fn config(&self, steps_per_epoch: u64) -> Config {
+        let warm = (self.warm_up_epochs * steps_per_epoch as f64).round() as u64;
+        let recurrent = self.model.starts_with("lstm") || self.clip.is_some();
+        Config {
+            method: self.method,
+            preset: self.preset,
+            dense_below: self.dense_below,
+            density: self.density,
+            warm_up: match self.warm_up {
+                Begin::None => WarmUp::None,
+                Begin::Dense => WarmUp::Dense(warm),
+                Begin::Ramp => WarmUp::Ramp(warm),
+            },
+            momentum: self.optimizer.momentum(self.momentum),
+            masking: self.masking,
+            bf16: self.bf16,
+            mode: if recurrent { Mode::Rnn { clip: self.clip } } else { Mode::Cnn },
+            deadline: self.deadline,
+            threads: 1,
+            ..Config::default()
+        }
+    }
+
+    /// Refuses what makes no sense, before anything is loaded.
+    pub fn check(&self) -> Result<(), TrainError> {
+        let positive = [("lr", self.lr), ("density", self.density)];
+        let refuse = |what: String| Err(TrainError::Setting(what));
+        if let Some((name, value)) =
+            positive.into_iter().find(|(_, value)| !(*value > 0.0 && value.is_finite()))
+        {
+            return refuse(format!("{name} is {value}, and must be positive"));
+        }
+        if self.density > 1.0 {
+            return refuse(format!("density is {}, and cannot be above 1", self.density));
+        }
+        if !(0.0..1.0).contains(&self.momentum) {
+            return refuse(format!("momentum is {}, and must lie in 0 .. 1", self.momentum));
+        }
+        if !(0.0..1.0).contains(&self.weight_decay) {
+            return refuse(format!("weight-decay is {}, and must lie in 0 .. 1", self.weight_decay));
+        }
+        if self.clip.is_some_and(|clip| !(clip > 0.0 && clip.is_finite())) {
+            return refuse(format!("clip is {}, and must be positive", self.clip.unwrap_or_default()));
+        }
+        let epochs = [("warm-up-epochs", self.warm_up_epochs), ("lr-warm-up-epochs", self.lr_warm_up_epochs)];
+        if let Some((name, value)) = epochs.into_iter().find(|(_, value)| !(0.0..1e6).contains(value)) {
+            return refuse(format!("{name} is {value}, and cannot be negative"));
+        }
+        let counts = [
+            ("epochs", self.epochs as usize),
+            ("batch-size", self.batch_size),
+            ("bptt", self.bptt),
+            ("threads", self.threads),
+            ("log-every", self.log_every as usize),
+            ("check-every", self.check_every as usize),
+            ("checkpoint-every", self.checkpoint_every as usize),
+        ];
+        match counts.into_iter().find(|(_, count)| *count == 0) {
+            Some((name, _)) => refuse(format!("{name} is 0, and must be at least 1")),
+            None => Ok(()),
+        }
+    }
+
+    /// Opens the data, cut to the limits. The function hears how much of a download is done.
+    pub fn open(&self, places: &Places, progress: &dyn Fn(u64, Option<u64>)) -> Result<DataSet, TrainError> {
+        let mut data = redsync_data::open_with_progress(&self.data, places, progress)?;
+        match &mut data {
+            DataSet::Images(images) => images.limit(self.train_limit, self.test_limit),
+            DataSet::Text(text) => {
+                text.train.truncate(self.train_limit.unwrap_or(usize::MAX));
+                text.valid.truncate(self.test_limit.unwrap_or(usize::MAX));
+                text.test.truncate(self.test_limit.unwrap_or(usize::MAX));
+            }
+        }
+        Ok(data)
+    }
+}

@@ -1,0 +1,171 @@
+//! What holds for a training: it learns, ranks agree, it does not depend on how the work is dealt out, and it survives anything.
+
+use redsync_burn::train::{Begin, Ended, Optimizer, Settings, TrainError, train};
+use redsync_comm::local;
+use redsync_data::{DataSet, Places};
+use redsync_engine::Method;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+fn digits() -> Settings {
+    Settings { epochs: 3, ..Settings::for_model("digits-cnn") }
+}
+
+/// All ranks of a training, each in its thread; their outcomes.
+fn all(settings: &Settings, ranks: usize) -> Vec<Result<Ended, TrainError>> {
+    let data: Arc<DataSet> =
+        Arc::new(settings.open(&Places::default(), &|_, _| ()).expect("digits are always there"));
+    let start = |comm| {
+        let (settings, data) = (settings.clone(), data.clone());
+        std::thread::spawn(move || {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a thread");
+            pool.install(|| train(&settings, &data, Arc::new(comm), &mut (), &AtomicBool::new(false)))
+        })
+    };
+    let threads: Vec<_> = local::group(ranks).into_iter().map(start).collect();
+    threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+}
+
+fn run(settings: &Settings, ranks: usize) -> Ended {
+    let mut outcomes = all(settings, ranks);
+    outcomes.drain(..).map(|outcome| outcome.expect("a training without an error")).next().expect("a rank")
+}
+
+fn error(settings: &Settings) -> String {
+    all(settings, 2).remove(0).expect_err("a refusal").to_string()
+}
+
+#[test]
+fn compressed_training_learns_digits() {
+    let ended = run(&Settings { epochs: 8, ..digits() }, 4);
+    assert!(ended.summary.end.metric > 0.93, "accuracy {}", ended.summary.end.metric);
+    assert!(ended.summary.bytes_sent * 5 < ended.summary.dense_bytes);
+}
+
+#[test]
+fn one_worker_and_four_with_density_one_follow_the_same_loss_curve() {
+    let one = Settings { method: Method::Sgd, batch_size: 64, ..digits() };
+    let four = Settings {
+        method: Method::Rgc,
+        batch_size: 16,
+        density: 1.0,
+        masking: false,
+        warm_up: Begin::None,
+        ..digits()
+    };
+    for optimizer in [Optimizer::Sgd, Optimizer::Momentum, Optimizer::Nesterov] {
+        // Local decay has the strength of dense decay only in the long run, so it is left out here.
+        let with = |settings: &Settings| Settings { optimizer, weight_decay: 0.0, ..settings.clone() };
+        let (one, four) = (run(&with(&one), 1).summary, run(&with(&four), 4).summary);
+        for (a, b) in one.epochs.iter().zip(&four.epochs) {
+            assert!(
+                (a.loss - b.loss).abs() < 1e-3 * a.loss.max(0.1),
+                "{optimizer:?}: {} and {}",
+                a.loss,
+                b.loss
+            );
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_weights_and_another_one_others() {
+    let short = Settings { epochs: 1, ..digits() };
+    let hash = |seed| run(&Settings { seed, ..short.clone() }, 2).summary.replica_hash;
+    assert_eq!(hash(1), hash(1));
+    assert_ne!(hash(1), hash(2));
+}
+
+fn with_checkpoint(dir: &Path) -> Settings {
+    Settings { checkpoint_dir: Some(dir.to_path_buf()), warm_up_epochs: 0.5, ..digits() }
+}
+
+#[test]
+fn a_training_stopped_anywhere_resumes_to_the_same_bits() {
+    let plain = run(&Settings { checkpoint_dir: None, ..with_checkpoint(Path::new("unused")) }, 3).summary;
+    // In the dense warm-up, in the compressed part, at the very end of an epoch.
+    for stop in [5, 37, 62] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let stopped = run(&Settings { stop_after: Some(stop), ..with_checkpoint(dir.path()) }, 3);
+        assert_eq!(stopped.interrupted.map(|(step, _)| step), Some(stop));
+        let resumed = run(&Settings { resume: true, ..with_checkpoint(dir.path()) }, 3).summary;
+        assert_eq!(resumed.replica_hash, plain.replica_hash, "stopped after {stop}");
+        assert_eq!(resumed.bytes_sent, plain.bytes_sent, "stopped after {stop}");
+        let losses = |summary: &redsync_burn::train::Summary| {
+            summary.epochs.iter().map(|e| e.loss.to_bits()).collect::<Vec<_>>()
+        };
+        assert_eq!(losses(&resumed), losses(&plain), "stopped after {stop}");
+    }
+}
+
+#[test]
+fn a_training_goes_on_with_another_number_of_workers() {
+    let dir = tempfile::tempdir().expect("a directory");
+    run(&Settings { stop_after: Some(40), batch_size: 16, ..with_checkpoint(dir.path()) }, 4);
+    let resumed =
+        run(&Settings { resume: true, batch_size: 32, epochs: 3, ..with_checkpoint(dir.path()) }, 2);
+    assert!(resumed.summary.end.metric > 0.8, "accuracy {}", resumed.summary.end.metric);
+}
+
+#[test]
+fn a_checkpoint_is_never_overwritten_by_a_new_run() {
+    let dir = tempfile::tempdir().expect("a directory");
+    run(&Settings { stop_after: Some(3), ..with_checkpoint(dir.path()) }, 2);
+    let before = std::fs::read(dir.path().join("latest")).expect("a checkpoint");
+    assert!(error(&with_checkpoint(dir.path())).contains("is there already: continue it with --resume"));
+    assert_eq!(std::fs::read(dir.path().join("latest")).expect("a checkpoint"), before);
+}
+
+#[test]
+fn foreign_and_damaged_checkpoints_are_refused_in_one_line() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let resume = Settings { resume: true, ..with_checkpoint(dir.path()) };
+    assert!(error(&resume).contains("there is none to resume from"));
+    run(&Settings { stop_after: Some(3), ..with_checkpoint(dir.path()) }, 2);
+    let other = Settings { seed: 7, ..resume.clone() };
+    assert!(error(&other).contains("is of another run: there seed is 1, here 7"), "{}", error(&other));
+    let other = Settings { model: "resnet20".into(), ..resume.clone() };
+    assert!(error(&other).contains("is of another run: there model is \"digits-cnn\""), "{}", error(&other));
+    let place = dir.path().join("step-00000003");
+    for file in ["model.safetensors", "worker-0000.safetensors", "rank-0000.safetensors"] {
+        let path = place.join(file);
+        let good = std::fs::read(&path).expect("a file of the checkpoint");
+        for damage in
+            [good[..good.len() / 2].to_vec(), flipped(&good, good.len() - 3), Vec::new(), vec![0xff; 64]]
+        {
+            std::fs::write(&path, &damage).expect("a file to damage");
+            let message = error(&resume);
+            assert!(!message.contains('\n') && !message.is_empty(), "{file}: {message}");
+        }
+        std::fs::write(&path, good).expect("a file to mend");
+    }
+    std::fs::write(dir.path().join("latest"), "../../etc").expect("a file to damage");
+    assert!(error(&resume).contains("does not name a checkpoint"));
+}
+
+fn flipped(bytes: &[u8], at: usize) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    bytes[at] ^= 1;
+    bytes
+}
+
+#[test]
+fn settings_that_make_no_sense_are_refused() {
+    for (wrong, why) in [
+        (Settings { lr: -1.0, ..digits() }, "lr is -1, and must be positive"),
+        (Settings { density: 1.5, ..digits() }, "density is 1.5, and cannot be above 1"),
+        (Settings { batch_size: 0, ..digits() }, "batch-size is 0, and must be at least 1"),
+        (Settings { momentum: 1.0, ..digits() }, "momentum is 1, and must lie in 0 .. 1"),
+    ] {
+        assert_eq!(error(&wrong), why);
+    }
+}
+
+#[test]
+fn a_learning_rate_that_is_too_high_is_named_as_the_cause() {
+    let wild = Settings { lr: 1e6, lr_warm_up_epochs: 0.0, method: Method::Sgd, ..digits() };
+    let messages: Vec<String> =
+        all(&wild, 2).into_iter().filter_map(|o| o.err()).map(|e| e.to_string()).collect();
+    assert!(messages.iter().any(|m| m.contains("learning rate") || m.contains("not finite")), "{messages:?}");
+}

@@ -1,0 +1,94 @@
+//! `redsync compare`: the same training by several methods, one after the other, side by side at the end.
+
+use super::options::Options;
+use super::progress::size;
+use super::{Job, interrupted, metric};
+use crate::bench::{print_json, table};
+use crate::usage;
+use anyhow::Result;
+use clap::Args;
+use redsync_burn::train::Summary;
+use std::path::PathBuf;
+
+#[derive(Args, Debug)]
+pub struct Compare {
+    /// Methods, by commas
+    #[arg(long, value_delimiter = ',', default_value = "sgd,rgc,rgc+asq")]
+    methods: Vec<String>,
+    #[command(flatten)]
+    options: Options,
+    /// Read choices from a TOML file; those of the command line come first
+    #[arg(long, value_name = "FILE", help_heading = "What")]
+    config: Option<PathBuf>,
+    /// Print one JSON document, a list of summaries, instead of a table
+    #[arg(long, help_heading = "Results")]
+    json: bool,
+}
+
+impl Compare {
+    pub fn run(self) -> Result<()> {
+        let options = self.options.with_file(self.config.as_deref())?;
+        if options.method.is_some() {
+            return Err(usage("compare takes --methods with a list, not --method".into()));
+        }
+        if options.mpi()? {
+            return Err(usage("compare runs local workers; under MPI run train once for each method".into()));
+        }
+        let job = |method: &String| {
+            let mut options = Options { method: Some(method.clone()), ..options.clone() };
+            options.out = options.out.map(|out| out.join(method));
+            options.checkpoint_dir = options.checkpoint_dir.map(|dir| dir.join(method));
+            Job::new(options)
+        };
+        // All are checked before the first runs.
+        let jobs: Vec<Job> = self.methods.iter().map(job).collect::<Result<_>>()?;
+        let mut summaries = Vec::new();
+        for mut job in jobs {
+            let out = job.directory()?;
+            if let Some(ended) = job.run(&out)? {
+                interrupted(&ended)?;
+                summaries.push(ended.summary);
+            }
+        }
+        match self.json {
+            true => print_json(&summaries),
+            false => {
+                print(&summaries);
+                Ok(())
+            }
+        }
+    }
+}
+
+fn print(summaries: &[Summary]) {
+    let Some(first) = summaries.first() else { return };
+    crate::say!("{} on {}, {} workers, seed {}", first.model, first.data, first.workers, first.seed);
+    let mut out = table(&[
+        "method",
+        first.metric_name,
+        "loss",
+        "sent",
+        "of dense",
+        "forward",
+        "backward",
+        "wait",
+        "apply + update",
+        "step",
+    ]);
+    for s in summaries {
+        let ms = |seconds: f64| format!("{:.1} ms", 1e3 * seconds / s.steps.max(1) as f64);
+        out.add_row([
+            s.method.to_string(),
+            metric(s),
+            format!("{:.4}", s.end.loss),
+            size(s.bytes_sent),
+            format!("1/{:.0}", s.dense_bytes as f64 / s.bytes_sent.max(1) as f64),
+            ms(s.seconds.forward),
+            ms(s.seconds.backward),
+            ms(s.seconds.exchange),
+            ms(s.seconds.apply + s.seconds.update),
+            ms(s.seconds.total),
+        ]);
+    }
+    crate::say!("{out}");
+}

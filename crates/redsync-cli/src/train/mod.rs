@@ -1,0 +1,243 @@
+//! `redsync train` and `redsync compare`: options go in, ranks train, rank 0 tells.
+
+mod compare;
+mod options;
+mod progress;
+
+pub use compare::Compare;
+
+use crate::{complain, usage};
+use anyhow::{Result, anyhow, bail};
+use clap::Args;
+use options::Options;
+use progress::Teller;
+use redsync_burn::train::{Ended, Observer, Settings, Summary, train};
+use redsync_comm::{Communicator, local, mpi};
+use redsync_data::DataSet;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+#[derive(Args, Debug)]
+pub struct Train {
+    #[command(flatten)]
+    options: Options,
+    /// Read choices from a TOML file; those of the command line come first
+    #[arg(long, value_name = "FILE", help_heading = "What")]
+    config: Option<PathBuf>,
+    /// Continue from the newest checkpoint in --checkpoint-dir
+    #[arg(long, help_heading = "Results")]
+    resume: bool,
+    /// Print one JSON document at the end instead of tables
+    #[arg(long, help_heading = "Results")]
+    json: bool,
+}
+
+impl Train {
+    pub fn run(self) -> Result<()> {
+        let mut job = Job::new(self.options.with_file(self.config.as_deref())?)?;
+        job.settings.resume = self.resume;
+        if self.resume && job.settings.checkpoint_dir.is_none() {
+            return Err(usage("--resume needs --checkpoint-dir, to know where from".into()));
+        }
+        let out = job.directory()?;
+        let Some(ended) = job.run(&out)? else { return Ok(()) };
+        match self.json {
+            true => crate::bench::print_json(&ended.summary)?,
+            false => progress::print(&ended.summary, &out),
+        }
+        interrupted(&ended)
+    }
+}
+
+/// An interruption is told as what it is, with the way to go on.
+fn interrupted(ended: &Ended) -> Result<()> {
+    match &ended.interrupted {
+        None => Ok(()),
+        Some((step, Some(dir))) => bail!(
+            "interrupted after {step} steps: continue with the same options, --checkpoint-dir {} and --resume",
+            dir.display()
+        ),
+        Some((step, None)) => bail!("interrupted after {step} steps"),
+    }
+}
+
+/// One training to be run.
+struct Job {
+    options: Options,
+    settings: Settings,
+    mpi: bool,
+}
+
+impl Job {
+    fn new(options: Options) -> Result<Self> {
+        let (settings, mpi) = (options.settings()?, options.mpi()?);
+        if options.workers == Some(0) {
+            return Err(usage("workers is 0, and must be at least 1".into()));
+        }
+        Ok(Job { options, settings, mpi })
+    }
+
+    /// Where metrics go: where the user says, or a new directory.
+    fn directory(&self) -> Result<PathBuf> {
+        let name = format!("{}-{}", self.settings.model, self.settings.method.name());
+        match &self.options.out {
+            Some(out) => Ok(out.clone()),
+            None => Ok((1..)
+                .map(|n| Path::new("runs").join(format!("{name}-{n:03}")))
+                .find(|dir| !dir.exists())
+                .unwrap_or_default()),
+        }
+    }
+
+    /// Trains. Under MPI only rank 0 gets what came out.
+    fn run(&mut self, out: &Path) -> Result<Option<Ended>> {
+        self.settings.rescue_dir = Some(out.join("checkpoint"));
+        let stop = stopper();
+        match self.mpi {
+            true => self.run_mpi(out, stop),
+            false => self.run_local(out, stop).map(Some),
+        }
+    }
+
+    fn open(&self, teller: bool) -> Result<DataSet> {
+        let bar = progress::download_bar(teller);
+        Ok(self
+            .settings
+            .open(&self.options.places(), &|done, total| progress::downloaded(&bar, done, total))?)
+    }
+
+    fn run_local(&mut self, out: &Path, stop: &'static AtomicBool) -> Result<Ended> {
+        let workers = self.options.workers.unwrap_or(4);
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        self.settings.threads = self.options.threads.unwrap_or((cores / workers).max(1));
+        let data = Arc::new(self.open(true)?);
+        let start = |comm: local::Local| {
+            let (settings, data, out) = (self.settings.clone(), data.clone(), out.to_path_buf());
+            std::thread::spawn(move || work(&settings, &data, Arc::new(comm), &out, stop))
+        };
+        let ranks: Vec<_> = local::group(workers).into_iter().map(start).collect();
+        let (mut first, mut errors) = (None, Vec::new());
+        for (rank, thread) in ranks.into_iter().enumerate() {
+            match thread.join().unwrap_or_else(|_| Err(anyhow!("panicked"))) {
+                Ok(ended) => first = first.or(Some(ended)),
+                Err(error) => errors.push((rank, error)),
+            }
+        }
+        match (first, tell(errors)) {
+            (Some(ended), None) => Ok(ended),
+            (_, Some(why)) => bail!(why),
+            (None, None) => bail!("no worker came to an end"),
+        }
+    }
+
+    fn run_mpi(&mut self, out: &Path, stop: &'static AtomicBool) -> Result<Option<Ended>> {
+        let comm: Arc<dyn Communicator> = Arc::new(mpi::world()?);
+        let rank = comm.rank();
+        let outcome = self.rank_of_mpi(out, stop, comm.clone());
+        if let Err(error) = outcome {
+            // Before the communicator goes: mpirun ends the other ranks when the first one fails.
+            complain(&format!("rank {rank}: {error:#}"));
+            drop(comm);
+            std::process::exit(1);
+        }
+        Ok(outcome?.into_iter().find(|_| rank == 0))
+    }
+
+    fn rank_of_mpi(
+        &mut self,
+        out: &Path,
+        stop: &'static AtomicBool,
+        comm: Arc<dyn Communicator>,
+    ) -> Result<Option<Ended>> {
+        if let Some(workers) = self.options.workers.filter(|workers| *workers != comm.size()) {
+            bail!(
+                "mpirun started {} workers, --workers says {workers}: is it the mpirun of another MPI?",
+                comm.size()
+            );
+        }
+        self.settings.threads = self.options.threads.unwrap_or_else(threads_under_mpi);
+        let data = self.open(comm.rank() == 0)?;
+        work(&self.settings, &data, comm, out, stop).map(Some)
+    }
+}
+
+/// The cores of this host, divided among the ranks that MPI's launcher put on it.
+fn threads_under_mpi() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    let here = ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]
+        .iter()
+        .find_map(|name| std::env::var(name).ok()?.parse().ok());
+    (cores / here.unwrap_or(1usize).max(1)).max(1)
+}
+
+/// What one rank does, in a pool of its own, so that ranks of one process do not wait for each other's threads.
+fn work(
+    settings: &Settings,
+    data: &DataSet,
+    comm: Arc<dyn Communicator>,
+    out: &Path,
+    stop: &AtomicBool,
+) -> Result<Ended> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(settings.threads).build()?;
+    let first = comm.rank() == 0;
+    let ended = pool.install(|| {
+        let mut teller = first.then(|| Teller::new(out, settings.resume)).transpose()?;
+        let mut nobody = ();
+        let observer: &mut dyn Observer = teller.as_mut().map_or(&mut nobody, |teller| teller);
+        train(settings, data, comm, observer, stop)
+    })?;
+    Ok(ended)
+}
+
+/// Of the errors of ranks, those that are a cause and not an echo ("rank 2 left"); one line each.
+fn tell(errors: Vec<(usize, anyhow::Error)>) -> Option<String> {
+    let all: Vec<(usize, String)> =
+        errors.iter().map(|(rank, error)| (*rank, format!("{error:#}"))).collect();
+    let same = all.windows(2).all(|pair| pair[0].1 == pair[1].1);
+    match &all[..] {
+        [] => None,
+        [(_, error), ..] if same => Some(error.clone()),
+        all => {
+            let causes: Vec<_> = all.iter().filter(|(_, error)| !is_echo(error)).collect();
+            let shown = if causes.is_empty() { all.iter().collect() } else { causes };
+            Some(
+                shown
+                    .iter()
+                    .map(|(rank, error)| format!("rank {rank}: {error}"))
+                    .collect::<Vec<_>>()
+                    .join("\nredsync: "),
+            )
+        }
+    }
+}
+
+/// Whether a rank only says that another one went.
+fn is_echo(error: &str) -> bool {
+    error.contains("left")
+}
+
+/// Set by Ctrl-C; a second Ctrl-C ends the program at once.
+fn stopper() -> &'static AtomicBool {
+    static STOP: AtomicBool = AtomicBool::new(false);
+    static ONCE: OnceLock<()> = OnceLock::new();
+    ONCE.get_or_init(|| {
+        let handler = || {
+            if STOP.swap(true, Ordering::Relaxed) {
+                std::process::exit(130);
+            }
+            complain("stopping after the next steps, with a checkpoint; once more to stop at once");
+        };
+        // Without a handler Ctrl-C still ends the program, only less gently.
+        let _ = ctrlc::set_handler(handler);
+    });
+    &STOP
+}
+
+/// What a summary says of its metric.
+fn metric(summary: &Summary) -> String {
+    match summary.metric_name {
+        "accuracy" => format!("{:.2}%", 100.0 * summary.end.metric),
+        _ => format!("{:.2}", summary.end.metric),
+    }
+}

@@ -1,0 +1,237 @@
+//! What the user chooses for a training: options of the command line, before those of a TOML file, before the model's own values.
+
+use crate::usage;
+use anyhow::{Context, Result};
+use clap::{Args, CommandFactory, Parser};
+use redsync_burn::train::{Begin, Optimizer, Schedule, Settings};
+use redsync_data::Places;
+use redsync_engine::{Method, Preset, nearest};
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Every choice may also stand in the file of --config, under the same name without the dashes.
+#[derive(Args, Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Options {
+    /// Network: digits-cnn, vgg-small, vgg16-cifar, resnet20, resnet44, alexnet, vgg16, resnet50, lstm-small, lstm-ptb, lstm-wiki2
+    /// [default: digits-cnn]
+    #[arg(long, help_heading = "What")]
+    pub model: Option<String>,
+    /// Data: digits (always there), fashion-mnist, mnist, cifar10, ptb, wikitext-2, synthetic-imagenet [default: what suits the model]
+    #[arg(long, help_heading = "What")]
+    pub data: Option<String>,
+    /// Directory in which data are looked for first, themselves or in a directory of their name
+    #[arg(long, help_heading = "What", value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+    /// Fetch data that are nowhere to be found from their official address, into the cache
+    #[arg(long, help_heading = "What", num_args = 0..=1, default_missing_value = "true")]
+    pub download: Option<bool>,
+    /// Use only so many images, or words, of the training data
+    #[arg(long, help_heading = "What", value_name = "N")]
+    pub train_limit: Option<usize>,
+    /// Use only so many of the test data
+    #[arg(long, help_heading = "What", value_name = "N")]
+    pub test_limit: Option<usize>,
+    /// Seed of the weights, the order of the data, augmentation and dropout [default: 1]
+    #[arg(long, help_heading = "What")]
+    pub seed: Option<u64>,
+
+    /// What workers are: local (threads of this process) or mpi (processes that mpirun started) [default: local]
+    #[arg(long, help_heading = "Workers")]
+    pub comm: Option<String>,
+    /// Workers, with --comm local [default: 4]
+    #[arg(long, help_heading = "Workers", value_name = "N")]
+    pub workers: Option<usize>,
+    /// Threads of each worker [default: the cores of this machine, divided among its workers]
+    #[arg(long, help_heading = "Workers", value_name = "N")]
+    pub threads: Option<usize>,
+    /// Longest wait for another worker, in seconds [default: 60]
+    #[arg(long, help_heading = "Workers", value_name = "SECONDS")]
+    pub deadline: Option<f64>,
+
+    /// sgd (dense), rgc (compressed), rgc+asq (and quantized) or rgc-naive (compressed by a full sort) [default: rgc+asq]
+    #[arg(long, help_heading = "Compression")]
+    pub method: Option<String>,
+    /// Fraction of a compressed layer that is sent at a step [default: 0.001]
+    #[arg(long, help_heading = "Compression")]
+    pub density: Option<f64>,
+    /// How compression begins: none (at once), dense (after dense epochs) or ramp (25, 6.25, 1.6, 0.4%, some epochs each)
+    /// [default: dense]
+    #[arg(long, help_heading = "Compression")]
+    pub warm_up: Option<String>,
+    /// The epochs of that [default: 1]
+    #[arg(long, help_heading = "Compression", value_name = "EPOCHS")]
+    pub warm_up_epochs: Option<f64>,
+    /// Layers of fewer bytes are sent dense [default: 131072]
+    #[arg(long, help_heading = "Compression", value_name = "BYTES")]
+    pub dense_below: Option<usize>,
+    /// Treat layers as in the paper: trimmed or threshold selection, 32-bit indices
+    #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
+    pub paper: Option<bool>,
+    /// Clear the momentum of what was sent [default: true]
+    #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
+    pub masking: Option<bool>,
+    /// Send values that are not quantized as bf16
+    #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
+    pub bf16: Option<bool>,
+
+    /// Epochs [default: by model]
+    #[arg(long, help_heading = "Training", value_name = "N")]
+    pub epochs: Option<u32>,
+    /// Images, or streams of text, of each worker in a step [default: by model]
+    #[arg(long, help_heading = "Training", value_name = "N")]
+    pub batch_size: Option<usize>,
+    /// Words through which gradients go back [default: 35]
+    #[arg(long, help_heading = "Training", value_name = "N")]
+    pub bptt: Option<usize>,
+    /// sgd, momentum or nesterov [default: nesterov, sgd for LSTMs]
+    #[arg(long, help_heading = "Training")]
+    pub optimizer: Option<String>,
+    /// Coefficient of the momentum [default: 0.9]
+    #[arg(long, help_heading = "Training")]
+    pub momentum: Option<f32>,
+    /// Learning rate [default: by model]
+    #[arg(long, help_heading = "Training")]
+    pub lr: Option<f64>,
+    /// Its course: constant, step (a tenth at 1/2, at 3/4), cosine or plateau (a quarter when validation gets no better)
+    /// [default: cosine, plateau for LSTMs]
+    #[arg(long, help_heading = "Training")]
+    pub schedule: Option<String>,
+    /// Epochs in which it grows to its value [default: 1, 0 for LSTMs]
+    #[arg(long, help_heading = "Training", value_name = "EPOCHS")]
+    pub lr_warm_up_epochs: Option<f64>,
+    /// Weight decay, of all but biases and norms [default: 0.0005, 0 for LSTMs]
+    #[arg(long, help_heading = "Training")]
+    pub weight_decay: Option<f32>,
+    /// Largest norm of all gradients together; 0 for none [default: 0.25 for LSTMs, none for others]
+    #[arg(long, help_heading = "Training")]
+    pub clip: Option<f32>,
+
+    /// Directory for metrics.jsonl and TensorBoard's event file [default: a new one under runs/]
+    #[arg(long, help_heading = "Results", value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Steps between two lines of metrics [default: 20]
+    #[arg(long, help_heading = "Results", value_name = "STEPS")]
+    pub log_every: Option<u64>,
+    /// Steps between two comparisons of the weights of all workers [default: 100]
+    #[arg(long, help_heading = "Results", value_name = "STEPS")]
+    pub check_every: Option<u64>,
+    /// Directory for checkpoints
+    #[arg(long, help_heading = "Results", value_name = "DIR")]
+    pub checkpoint_dir: Option<PathBuf>,
+    /// Epochs between two checkpoints [default: 1]
+    #[arg(long, help_heading = "Results", value_name = "EPOCHS")]
+    pub checkpoint_every: Option<u64>,
+    /// For tests: end after this many steps as if interrupted
+    #[arg(long, hide = true)]
+    pub stop_after: Option<u64>,
+}
+
+/// Takes each field from the first that has it.
+macro_rules! first {
+    ($here:expr, $there:expr; $($field:ident)*) => {
+        Options { $($field: $here.$field.or($there.$field)),* }
+    };
+}
+
+impl Options {
+    /// These options, completed by those of a file.
+    pub fn with_file(self, file: Option<&Path>) -> Result<Self> {
+        let Some(path) = file else { return Ok(self) };
+        let file = read(path)?;
+        Ok(
+            first!(self, file; model data data_dir download train_limit test_limit seed comm workers threads deadline method
+            density warm_up warm_up_epochs dense_below paper masking bf16 epochs batch_size bptt optimizer momentum lr schedule
+            lr_warm_up_epochs weight_decay clip out log_every check_every checkpoint_dir checkpoint_every stop_after),
+        )
+    }
+
+    pub fn mpi(&self) -> Result<bool> {
+        match self.comm.as_deref().unwrap_or("local") {
+            "local" => Ok(false),
+            "mpi" => Ok(true),
+            other => Err(usage(format!(
+                "unknown engine {other} for --comm: {}",
+                nearest(other, &["local", "mpi"])
+            ))),
+        }
+    }
+
+    pub fn places(&self) -> Places {
+        Places { data_dir: self.data_dir.clone(), download: self.download.unwrap_or(false), cache_dir: None }
+    }
+
+    /// The settings of a training with these options.
+    pub fn settings(&self) -> Result<Settings> {
+        let mut s = Settings::for_model(self.model.as_deref().unwrap_or("digits-cnn"));
+        redsync_burn::net::Architecture::named(&s.model).map_err(|error| usage(error.to_string()))?;
+        macro_rules! set {
+            ($($field:ident)*) => { $(if let Some(value) = &self.$field { s.$field = value.clone(); })* };
+        }
+        set!(data density warm_up_epochs dense_below masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
+            weight_decay seed log_every check_every checkpoint_every);
+        (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
+        s.checkpoint_dir = self.checkpoint_dir.clone();
+        if let Some(clip) = self.clip {
+            s.clip = (clip != 0.0).then_some(clip);
+        }
+        if self.paper == Some(true) {
+            s.preset = Preset::Paper;
+        }
+        if let Some(seconds) = self.deadline {
+            let valid = Duration::try_from_secs_f64(seconds).ok().filter(|_| seconds > 0.0);
+            s.deadline =
+                valid.ok_or_else(|| usage(format!("deadline is {seconds}, and must be positive")))?;
+        }
+        let methods = Method::ALL.map(Method::name);
+        choose(&mut s.method, "method", &self.method, Method::from_name, &methods)?;
+        choose(&mut s.optimizer, "optimizer", &self.optimizer, Optimizer::from_name, &Optimizer::NAMES)?;
+        choose(&mut s.schedule, "schedule", &self.schedule, Schedule::from_name, &Schedule::NAMES)?;
+        choose(&mut s.warm_up, "warm-up", &self.warm_up, Begin::from_name, &Begin::NAMES)?;
+        let names: Vec<&str> = redsync_data::names().collect();
+        if !names.contains(&&*s.data) {
+            return Err(usage(format!("unknown data set {}: {}", s.data, nearest(&s.data, &names))));
+        }
+        s.check().map_err(|error| usage(error.to_string()))?;
+        Ok(s)
+    }
+}
+
+/// Sets a choice that has names.
+fn choose<T>(
+    place: &mut T,
+    what: &str,
+    name: &Option<String>,
+    from_name: impl Fn(&str) -> Option<T>,
+    names: &[&str],
+) -> Result<()> {
+    if let Some(name) = name {
+        *place = from_name(name)
+            .ok_or_else(|| usage(format!("unknown {what} {name}: {}", nearest(name, names))))?;
+    }
+    Ok(())
+}
+
+/// Only to learn the names of all options from clap.
+#[derive(Parser)]
+struct Names {
+    #[command(flatten)]
+    _options: Options,
+}
+
+fn read(path: &Path) -> Result<Options> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let one_line = |error: toml::de::Error| {
+        let line = error.span().map(|span| text[..span.start.min(text.len())].lines().count().max(1));
+        let place = line.map_or(String::new(), |line| format!(" line {line}"));
+        usage(format!("{}{place}: {}", path.display(), error.message().replace('\n', ", ")))
+    };
+    let table: toml::Table = text.parse().map_err(one_line)?;
+    let command = Names::command();
+    let names: Vec<&str> = command.get_arguments().filter_map(|arg| arg.get_long()).collect();
+    if let Some(wrong) = table.keys().find(|key| !names.contains(&key.as_str())) {
+        return Err(usage(format!("{}: unknown key {wrong}: {}", path.display(), nearest(wrong, &names))));
+    }
+    toml::from_str(&text).map_err(one_line)
+}
