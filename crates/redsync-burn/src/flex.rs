@@ -37,8 +37,11 @@ pub fn contiguous(tensor: FlexTensor) -> FlexTensor {
 }
 
 /// The values of a contiguous tensor.
+///
+/// # Panics
+/// If it is not contiguous: its values do not stand row by row then.
 pub fn values(tensor: &FlexTensor) -> &[f32] {
-    debug_assert!(tensor.is_contiguous());
+    assert!(tensor.is_contiguous(), "a view that is not contiguous");
     let (begin, size) = (tensor.layout().start_offset(), tensor.layout().num_elements());
     &tensor.storage::<f32>()[begin..begin + size]
 }

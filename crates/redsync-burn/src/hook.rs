@@ -2,7 +2,7 @@
 //! gradient, a function of the user gets it, while the rest of the pass still runs.
 //! What must hold: every use of the weight is behind the hook, and the function only hands the gradient on (the tape is locked).
 
-use crate::flex::{Inner, Keep, Taped, tape};
+use crate::flex::{Inner, Keep, Taped, contiguous, tape};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -11,7 +11,7 @@ use burn::tensor::Tensor;
 use std::fmt;
 use std::sync::Arc;
 
-/// What is called with a layer's number and its gradient.
+/// What is called with a layer's number and its gradient, which is contiguous.
 pub type OnGradient = Arc<dyn Fn(usize, FlexTensor) + Send + Sync>;
 
 /// The same weight, watched. A node of the tape is visited by its depth: one with the weight as its only parent would come last,
@@ -68,7 +68,7 @@ impl Backward<Inner, 2> for Hook {
 
     fn backward(self, ops: Ops<Watched, 2>, gradients: &mut Gradients, _: &mut Checkpointer) {
         // All uses of the weight come later in the forward pass, so their gradients are summed here.
-        let gradient = gradients.consume::<Inner>(&ops.node);
+        let gradient = contiguous(gradients.consume::<Inner>(&ops.node));
         (ops.state.on_gradient)(ops.state.layer, gradient);
     }
 }

@@ -171,10 +171,7 @@ fn sizes_are_as_promised() {
 #[test]
 fn names_and_data_that_do_not_fit_are_refused_in_one_line() {
     let named = |name| Architecture::named(name).expect_err("a wrong name").to_string();
-    assert_eq!(
-        named("resnet4"),
-        "unknown model resnet4: did you mean resnet20 or resnet44 or resnet50?".replace("resnet20 or ", "")
-    );
+    assert_eq!(named("resnet4"), "unknown model resnet4: did you mean resnet20 or resnet44 or resnet50?");
     let build = |name: &str, input| {
         Architecture::named(name).expect("known").build(name, input).expect_err("no fit").to_string()
     };
