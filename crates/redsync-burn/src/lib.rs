@@ -1,3 +1,5 @@
 //! RedSync for Burn.
+pub mod bench_lstm;
 pub mod flex;
 pub mod hook;
+pub mod ops;
