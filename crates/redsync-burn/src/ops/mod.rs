@@ -7,3 +7,4 @@ pub mod decode;
 pub mod gemm;
 pub mod loss;
 pub mod lstm;
+mod panel;
