@@ -3,6 +3,7 @@
 
 mod apply;
 mod data;
+mod lstm;
 mod select;
 mod sync;
 mod wire;
@@ -30,6 +31,8 @@ pub enum Bench {
     /// Ranks are threads of this process, or with --comm mpi the processes that mpirun starts (only rank 0 prints).
     /// With --compute-ms a backward pass of that length is played, layer by layer, so that overlap can be seen.
     Sync(sync::Sync),
+    /// A recurrent layer, forward and backward: our fused one beside Burn's operations
+    Lstm(lstm::Lstm),
 }
 
 impl Bench {
@@ -39,6 +42,7 @@ impl Bench {
             Bench::Wire(wire) => wire.run(),
             Bench::Apply(apply) => apply.run(),
             Bench::Sync(sync) => sync.run(),
+            Bench::Lstm(lstm) => lstm.run(),
         }
     }
 }
