@@ -88,7 +88,7 @@ impl Settings {
             "lstm-small" => ("ptb", 6, 5, 20.0),
             "lstm-ptb" => ("ptb", 40, 5, 20.0),
             "lstm-wiki2" => ("wikitext-2", 40, 5, 20.0),
-            _ => ("digits", 15, 16, 0.05),
+            _ => ("digits", 15, 16, 0.02),
         };
         Settings {
             model: model.into(),

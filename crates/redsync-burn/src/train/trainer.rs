@@ -202,33 +202,28 @@ impl<'a> Trainer<'a> {
         while self.sync.step() < total {
             let step = self.sync.step();
             let (epoch, at) = ((step / per_epoch) as u32, step % per_epoch);
-            let stops = self.step(epoch, at as usize, question.take())?;
+            let mut stops = self.step(epoch, at as usize, question.take())?;
+            stops |= self.settings.stop_after == Some(step + 1);
             observer.tick(step + 1);
-            if stops || self.settings.stop_after == Some(step + 1) {
-                return self.interrupt();
-            }
-            if (step + 1) % ASK_EVERY == 0 && step + 1 < total {
-                let asked = if stop.load(Ordering::Relaxed) { 1.0 } else { 0.0 };
-                question = Some(self.comm.allreduce(Tag { step, op: STOP }, vec![asked]));
-            }
             if (step + 1) % self.settings.log_every == 0 {
                 let record = self.step_record(epoch, step + 1);
                 observer.step(&record)?;
             }
             let ended = (step + 1) % per_epoch == 0;
             if ended || (step + 1) % self.settings.check_every == 0 {
-                if let Some(question) = question.take() {
-                    // Nothing else may be under way while ranks compare.
-                    if self.answer(question)? {
-                        return self.interrupt();
-                    }
-                }
                 self.sync.check_replicas(&self.weights.all())?;
             }
             if ended {
                 let seconds = began.elapsed().as_secs_f64();
                 began = Instant::now();
                 self.end_epoch(epoch, seconds, observer)?;
+            }
+            if stops && step + 1 < total {
+                return self.interrupt();
+            }
+            if (step + 1) % ASK_EVERY == 0 && step + 1 < total {
+                let asked = if stop.load(Ordering::Relaxed) { 1.0 } else { 0.0 };
+                question = Some(self.comm.allreduce(Tag { step, op: STOP }, vec![asked]));
             }
         }
         let summary = self.summary()?;

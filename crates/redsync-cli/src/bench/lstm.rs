@@ -40,7 +40,8 @@ struct Report {
 
 impl Lstm {
     pub fn run(self) -> Result<()> {
-        let [hidden, steps, batch, rounds] = [self.hidden, self.bptt, self.batch, self.steps].map(|n| n as usize);
+        let [hidden, steps, batch, rounds] =
+            [self.hidden, self.bptt, self.batch, self.steps].map(|n| n as usize);
         let sizes = LstmSizes { hidden, steps, batch, rounds };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(self.threads.into()).build();
         let times = pool.context("cannot start the threads")?.install(|| bench(sizes));
@@ -48,7 +49,10 @@ impl Lstm {
         if self.json {
             return print_json(&Report { sizes, threads: self.threads, times, gain });
         }
-        crate::say!("{hidden} units, {steps} steps, {batch} sequences, {} thread(s): forward and backward", self.threads);
+        crate::say!(
+            "{hidden} units, {steps} steps, {batch} sequences, {} thread(s): forward and backward",
+            self.threads
+        );
         let mut out = table(&["layer", "median", "fused is faster by"]);
         for (name, ms) in [
             ("fused (ours)", times.fused_ms),
