@@ -125,7 +125,7 @@ pub fn composed(
     let recurrent = weight_hh.transpose();
     let mut all = Vec::with_capacity(steps);
     for step in 0..steps {
-        let sums = of_input.clone().slice([step * batch..(step + 1) * batch]) + h.matmul(recurrent.clone());
+        let sums = of_input.clone().narrow(0, step * batch, batch) + h.matmul(recurrent.clone());
         let gate = |k: usize| sums.clone().slice([0..batch, k * hidden..(k + 1) * hidden]);
         c = sigmoid(gate(1)) * c + sigmoid(gate(0)) * gate(2).tanh();
         h = sigmoid(gate(3)) * c.clone().tanh();

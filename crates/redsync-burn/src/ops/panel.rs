@@ -112,7 +112,8 @@ impl Panel {
     /// Prepares the way back: fetches these units' columns of the recurrent weights `[4H,H]`.
     pub fn turn_around(&mut self, weight_hh: &[f32]) {
         let rows = weight_hh.chunks_exact(self.sizes.hidden);
-        self.weights = rows.flat_map(|row| &row[self.units.clone()]).copied().collect();
+        self.weights = Vec::with_capacity(rows.len() * self.units.len());
+        rows.for_each(|row| self.weights.extend_from_slice(&row[self.units.clone()]));
         self.cell_slopes = vec![0.0; self.hidden.len()];
     }
 
