@@ -1,6 +1,6 @@
 //! Convolution as one node: windows of some images are laid out as columns, small enough for the cache, and each product with the
-//! filters is one large matrix product. Burn's own backward pass turns both gradients into convolutions again; this is about
-//! twice as fast on the networks here (`redsync bench conv`).
+//! filters is one large matrix product. Burn's own backward pass turns both gradients into convolutions again; `redsync bench conv`
+//! compares the two.
 //! What must hold: the bits of all results depend on the shapes alone, not on the number of threads.
 
 use super::gemm::{Matrix, MatrixMut, Threads, gemm, sharing_pays};

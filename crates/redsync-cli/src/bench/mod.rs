@@ -2,6 +2,7 @@
 //! same memory: ratios mean something on any machine, times do not.
 
 mod apply;
+mod conv;
 mod data;
 mod lstm;
 mod select;
@@ -33,6 +34,8 @@ pub enum Bench {
     Sync(sync::Sync),
     /// A recurrent layer, forward and backward: our fused one beside Burn's operations
     Lstm(lstm::Lstm),
+    /// Convolutions, forward and backward: ours beside Burn's
+    Conv(conv::Conv),
 }
 
 impl Bench {
@@ -43,6 +46,7 @@ impl Bench {
             Bench::Apply(apply) => apply.run(),
             Bench::Sync(sync) => sync.run(),
             Bench::Lstm(lstm) => lstm.run(),
+            Bench::Conv(conv) => conv.run(),
         }
     }
 }
