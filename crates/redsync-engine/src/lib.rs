@@ -37,6 +37,7 @@
 //! ```
 
 mod config;
+pub mod cost;
 mod error;
 mod hello;
 mod layer;
