@@ -11,6 +11,11 @@ macro_rules! say {
 pub(crate) use say;
 
 mod bench;
+mod files;
+mod plan;
+mod platform;
+mod report;
+mod simulate;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -30,20 +35,45 @@ enum Command {
     /// Measure a stage on this machine, against one pass over memory
     #[command(subcommand, arg_required_else_help = true)]
     Bench(bench::Bench),
+    /// Predict whether compression helps here, and for which layers
+    Plan(plan::Plan),
+    /// Predict how a model scales on a platform, from 1 to 1,024 ranks
+    Simulate(simulate::Simulate),
+    /// Make one HTML page from training runs, benchmarks, plans and simulations
+    Report(report::Report),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.command {
         Command::Bench(bench) => bench.run(),
+        Command::Plan(plan) => plan.run(),
+        Command::Simulate(simulate) => simulate.run(),
+        Command::Report(report) => report.run(),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             complain(&format!("{error:#}"));
-            ExitCode::FAILURE
+            if error.is::<Usage>() { ExitCode::from(2) } else { ExitCode::FAILURE }
         }
     }
+}
+
+/// A wrong choice of the user, which ends with status 2 as clap's own refusals do.
+#[derive(Debug)]
+struct Usage(String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+fn usage(what: String) -> anyhow::Error {
+    anyhow::Error::new(Usage(what))
 }
 
 /// One line on standard error, in one write: the lines of several ranks share a terminal.

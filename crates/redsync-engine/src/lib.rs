@@ -41,6 +41,7 @@ pub mod cost;
 mod error;
 mod hello;
 mod layer;
+pub mod measure;
 pub mod models;
 mod pipeline;
 mod plan;
@@ -52,9 +53,10 @@ mod synchronizer;
 
 #[doc(hidden)]
 pub use config::Fault;
-pub use config::{Choice, Config, Method, Mode, Preset, Stage, WarmUp};
+pub use config::{Choice, Config, Figures, Method, Mode, Preset, Stage, WarmUp};
 pub use error::SyncError;
 pub use layer::{Kind, Layer};
+pub use plan::choices;
 pub use replica::replica_hash;
 pub use source::{Source, Window};
 pub use stats::{LayerStats, StepStats};

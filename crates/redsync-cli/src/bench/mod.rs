@@ -7,6 +7,8 @@ mod select;
 mod sync;
 mod wire;
 
+pub(crate) use sync::{parse_model, parse_ms};
+
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -109,13 +111,13 @@ fn parse_count(text: &str) -> Result<usize, String> {
         .ok_or_else(|| format!("expected 1 to {most} elements"))
 }
 
-fn parse_density(text: &str) -> Result<Density, String> {
+pub(crate) fn parse_density(text: &str) -> Result<Density, String> {
     let fraction: f64 = text.parse().map_err(|_| "expected a number such as 0.001".to_string())?;
     Density::new(fraction).map_err(|error| error.to_string())
 }
 
 /// 1234567 as 1,234,567.
-fn grouped(n: usize) -> String {
+pub(crate) fn grouped(n: usize) -> String {
     let digits = n.to_string();
     let mut out = String::new();
     for (i, digit) in digits.chars().enumerate() {
@@ -141,7 +143,7 @@ fn median(times: &mut [f64]) -> f64 {
 }
 
 /// A bar on standard error, invisible where that is no terminal.
-fn progress(steps: u64, what: &'static str) -> ProgressBar {
+pub(crate) fn progress(steps: u64, what: &'static str) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg} [{bar:40}] {pos}/{len} {eta}");
     let bar = ProgressBar::new(steps).with_message(what);
     match style {
@@ -150,12 +152,12 @@ fn progress(steps: u64, what: &'static str) -> ProgressBar {
     }
 }
 
-fn print_json(document: &impl Serialize) -> Result<()> {
+pub(crate) fn print_json(document: &impl Serialize) -> Result<()> {
     crate::say!("{}", serde_json::to_string_pretty(document).context("cannot write JSON")?);
     Ok(())
 }
 
-fn table(header: &[&str]) -> comfy_table::Table {
+pub(crate) fn table(header: &[&str]) -> comfy_table::Table {
     use comfy_table::{CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
     let mut table = Table::new();
     table.load_style(UTF8_FULL_CONDENSED).set_header(header);

@@ -117,7 +117,7 @@ struct Breakdown {
     apply: f64,
 }
 
-fn parse_model(name: &str) -> Result<String, String> {
+pub(crate) fn parse_model(name: &str) -> Result<String, String> {
     Model::named(name).map(|model| model.name.to_string()).map_err(|error| error.to_string())
 }
 
@@ -126,7 +126,7 @@ fn parse_method(name: &str) -> Result<Method, String> {
     Method::from_name(name).ok_or_else(|| format!("expected one of {}", names()))
 }
 
-fn parse_ms(text: &str) -> Result<f64, String> {
+pub(crate) fn parse_ms(text: &str) -> Result<f64, String> {
     let value: f64 = text.parse().map_err(|_| "expected a number".to_string())?;
     if (0.0..=1e9).contains(&value) {
         Ok(value)

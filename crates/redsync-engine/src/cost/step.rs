@@ -136,13 +136,21 @@ impl Step<'_> {
         }
         times.apply = apply;
         let played = clock.decode.max(clock.arrived).max(clock.compress).max(self.compute.backward) + apply;
+        let Platform { cores, contention, .. } = *self.platform;
         let computing = if self.compute.on_cores { self.compute.backward } else { 0.0 };
         // Rates were measured with every rank at work: a rank with less than a core has its share of one in them.
-        let Platform { cores, contention, .. } = *self.platform;
-        let own = (clock.work + apply + computing) * cores.min(1.0);
+        let own = (clock.work + apply + computing) * cores.min(1.0) / cores;
         let contention = if self.ranks > 1 { contention } else { 1.0 };
-        let worked = (own + clock.link_work) / cores * contention;
-        times.step = self.compute.forward + played.max(worked);
+        times.step = self.compute.forward + played.max(own * contention + clock.link_work / cores);
+    }
+
+    /// The contention that would make the prediction what was measured.
+    pub(crate) fn contention_of(&self, measured: f64) -> f64 {
+        let times = self.times();
+        let cores = self.platform.cores;
+        let own = (times.select + times.encode + times.decode + times.apply) * cores.min(1.0) / cores;
+        let exchanging = times.bytes_on_link * self.platform.network.sparse.work / cores;
+        (measured - exchanging) / own
     }
 
     /// When the gradient of each layer is there.
