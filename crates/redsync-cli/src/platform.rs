@@ -34,10 +34,15 @@ pub struct File {
     /// Floating-point operations per second that training sustains on one rank; 0 if not known.
     #[serde(default)]
     pub flops: f64,
-    /// Cores of a rank.
+    /// Whether the model is computed on what compresses.
+    #[serde(default)]
+    pub on_cores: bool,
+    /// Cores of a rank, or the one device that does everything.
     pub cores: f64,
     #[serde(default = "one")]
     pub contention: f64,
+    #[serde(default = "yes")]
+    pub background: bool,
     pub network: Network,
     /// The platform whose rates are used, instead of `rates`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -50,12 +55,17 @@ fn one() -> f64 {
     1.0
 }
 
+fn yes() -> bool {
+    true
+}
+
 /// A platform, ready to predict on.
 #[derive(Clone, Debug)]
 pub struct Described {
     pub about: String,
     pub preset: Preset,
     pub flops: f64,
+    pub on_cores: bool,
     pub platform: Platform,
 }
 
@@ -78,6 +88,7 @@ pub fn load(which: &str) -> Result<Described> {
         name: which.to_string(),
         cores: file.cores,
         contention: file.contention,
+        background: file.background,
         network: file.network,
         rates,
     };
@@ -86,7 +97,7 @@ pub fn load(which: &str) -> Result<Described> {
         bail!("{which}: flops is {}: expected a number from 0 on", file.flops);
     }
     let preset = if file.paper { Preset::Paper } else { Preset::Auto };
-    Ok(Described { about: file.about, preset, flops: file.flops, platform })
+    Ok(Described { about: file.about, preset, flops: file.flops, on_cores: file.on_cores, platform })
 }
 
 fn read(which: &str) -> Result<File> {
@@ -136,8 +147,10 @@ pub fn save(path: &Path, platform: &Platform) -> Result<()> {
         about: platform.name.clone(),
         paper: false,
         flops: 0.0,
+        on_cores: false,
         cores: platform.cores,
         contention: platform.contention,
+        background: platform.background,
         network: platform.network.clone(),
         rates_of: None,
         rates: Some(platform.rates),

@@ -139,14 +139,14 @@ impl Simulate {
         let batch = self.batch.or(known.map(|work| work.batch)).unwrap_or(1);
         if let Some(backward) = self.backward_ms {
             let forward = self.forward_ms.unwrap_or(backward / 2.0) / 1e3;
-            return Ok((batch, Compute { forward, backward: backward / 1e3, on_cores: false }));
+            return Ok((batch, Compute { forward, backward: backward / 1e3, on_cores: described.on_cores }));
         }
         let Some(work) = known.filter(|_| described.flops > 0.0) else {
             let what = "how long this model computes on this platform is not known: say --backward-ms";
             return Err(crate::usage(what.into()));
         };
         let forward = work.operations * f64::from(batch) / (described.flops * work.efficiency);
-        Ok((batch, Compute { forward, backward: 2.0 * forward, on_cores: false }))
+        Ok((batch, Compute { forward, backward: 2.0 * forward, on_cores: described.on_cores }))
     }
 
     fn row(&self, question: &Question<'_>, method: Method, ranks: usize, alone: Times) -> Result<Row> {

@@ -219,6 +219,10 @@ pub struct Platform {
     /// What slows a core down that also serves exchanges, as a factor of its time. 1 where something else serves them.
     #[serde(default = "one")]
     pub contention: f64,
+    /// Whether exchanges go on while the framework computes. A library that only works while somebody waits for it, as MPI does
+    /// without a thread of its own, hides nothing.
+    #[serde(default = "yes")]
+    pub background: bool,
     /// Among the ranks.
     pub network: Network,
     /// On each of them.
@@ -227,6 +231,10 @@ pub struct Platform {
 
 fn one() -> f64 {
     1.0
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Platform {
@@ -306,6 +314,7 @@ pub(super) mod tests {
             name: "round".into(),
             cores: 4.0,
             contention: 1.0,
+            background: true,
             network: Network::new(20e-6, 0.8e-9),
             rates: Rates {
                 select: Selection {

@@ -110,6 +110,9 @@ impl Step<'_> {
             (clock.compress, times.select) = (self.compute.backward + clip, clip);
             clock.work += clip;
         }
+        if !self.platform.background {
+            clock.link = self.compute.backward;
+        }
         let group_of = self.group_of(&groups);
         let mut missing: Vec<usize> = groups.iter().map(|group| group.layers.len()).collect();
         let mut next = 0;
@@ -356,6 +359,16 @@ mod tests {
             platform.cores = 1.0;
             let t = Step { compute, platform: &platform, ..step }.times();
             assert!((t.step - (0.5 + t.select + t.encode + t.decode + t.apply)).abs() < 1e-9);
+        });
+    }
+
+    #[test]
+    fn without_progress_in_the_background_the_backward_pass_hides_no_exchange() {
+        with("vgg16-cifar", &method(Method::Sgd), |step| {
+            let compute = Compute { forward: 0.0, backward: 5.0, on_cores: false };
+            let platform = Platform { background: false, ..step.platform.clone() };
+            let t = Step { compute, platform: &platform, ..step }.times();
+            assert!((t.exposed() - (t.exchange + t.apply)).abs() < 1e-9, "{t:?}");
         });
     }
 

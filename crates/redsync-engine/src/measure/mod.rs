@@ -35,7 +35,7 @@ pub fn platform(
     let rates = rates::measure(&mut meter, &mut |done| progress(0.4 * done))?;
     let network = link::measure(&mut meter, &mut |done| progress(0.4 + 0.5 * done))?;
     let name = format!("{} ranks, measured through {}", comm.size(), comm.name());
-    let mut platform = Platform { name, cores, contention: 1.0, network, rates };
+    let mut platform = Platform { name, cores, contention: 1.0, background: true, network, rates };
     let op = meter.op;
     if comm.size() > 1 {
         platform.contention = whole::contention(&comm, config, &platform, op)?;
@@ -56,7 +56,7 @@ pub fn machine(
     let mut rates = rates::measure(&mut meter, progress)?;
     // A described link carries bytes only.
     rates.gamma_2 = rates.update.per;
-    Ok(Platform { name: "this machine".into(), cores, contention: 1.0, network, rates })
+    Ok(Platform { name: "this machine".into(), cores, contention: 1.0, background: true, network, rates })
 }
 
 /// A network of one rank: nothing is ever sent over it, but figures have to be there.
@@ -137,15 +137,35 @@ impl Meter<'_> {
         Ok(Line::through((small as f64, few), (large as f64, many)))
     }
 
-    /// Cores that a rank has, when all ranks of its machine work.
+    /// Cores that a rank has, when all ranks of its machine work: its share of each that it may run on.
     fn cores(&mut self) -> Result<f64, SyncError> {
         // Containers and network namespaces on one machine have one kernel, which has one boot id.
-        let machine = std::fs::read("/proc/sys/kernel/random/boot_id");
-        let machine = machine.unwrap_or_else(|_| self.comm.rank().to_string().into_bytes());
-        let here = self.gather(machine.clone())?.iter().filter(|theirs| **theirs == machine).count();
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        self.agree(cores as f64 / here.max(1) as f64)
+        let machine = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+        let machine = machine.unwrap_or_else(|_| self.comm.rank().to_string());
+        let all = self.gather(serde_json::json!([machine, allowed_cores()]).to_string().into_bytes())?;
+        let said =
+            |bytes: &Vec<u8>| serde_json::from_slice::<(String, Vec<usize>)>(bytes).unwrap_or_default();
+        let all: Vec<(String, Vec<usize>)> = all.iter().map(said).collect();
+        let here = || all.iter().filter(|(theirs, _)| *theirs == machine);
+        let sharing = |core: &usize| here().filter(|(_, cores)| cores.contains(core)).count();
+        let ours = allowed_cores().iter().map(|core| 1.0 / sharing(core).max(1) as f64).sum();
+        self.agree(ours)
     }
+}
+
+/// The numbers of the cores that this process may run on.
+fn allowed_cores() -> Vec<usize> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    let range = |part: &str| {
+        let (first, last) = part.trim().split_once('-').unwrap_or((part.trim(), part.trim()));
+        Some(first.parse::<usize>().ok()?..=last.parse::<usize>().ok()?)
+    };
+    let cores: Vec<usize> = list.unwrap_or_default().split(',').filter_map(range).flatten().collect();
+    if !cores.is_empty() {
+        return cores;
+    }
+    (0..std::thread::available_parallelism().map_or(1, usize::from)).collect()
 }
 
 fn median(of: &mut [f64]) -> f64 {

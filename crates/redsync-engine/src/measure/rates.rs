@@ -12,6 +12,8 @@ use redsync_core::{
 
 /// Elements of a small and of a large layer.
 const SIZES: [usize; 2] = [32 << 10, 8 << 20];
+/// The same for selectors that are measured for comparison only: full selection would take seconds.
+const LESS: [usize; 2] = [32 << 10, 1 << 20];
 /// The gradient of each call begins elsewhere in the noise, up to this far.
 const SHIFT: usize = 1 << 18;
 const CALLS: usize = 7;
@@ -23,13 +25,13 @@ pub(super) fn measure(meter: &mut Meter<'_>, progress: &mut dyn FnMut(f64)) -> R
         stage += 1.0;
         progress(stage / 9.0);
     };
-    let mut select = |selector, calls| selection(meter, &noise, selector, calls);
-    let carried = select(Selector::Carried, CALLS)?;
+    let mut select = |selector, sizes, calls| selection(meter, &noise, selector, sizes, calls);
+    let carried = select(Selector::Carried, SIZES, CALLS)?;
     next();
-    let (trimmed, threshold) = (select(Selector::Trimmed, 3)?, select(Selector::Threshold, 3)?);
+    let (trimmed, threshold) = (select(Selector::Trimmed, LESS, 3)?, select(Selector::Threshold, LESS, 3)?);
     next();
-    let sampled = select(Selector::Sampled, 5)?;
-    let exact = select(Selector::Exact, 3)?;
+    let sampled = select(Selector::Sampled, LESS, 5)?;
+    let exact = select(Selector::Exact, LESS, 2)?;
     next();
     let mut buffer = vec![0.0f32; SIZES[1]];
     let mut weights = vec![1.0f32; SIZES[1]];
@@ -84,22 +86,23 @@ fn selection(
     meter: &mut Meter<'_>,
     noise: &[f32],
     selector: Selector,
+    sizes: [usize; 2],
     calls: usize,
 ) -> Result<Line, SyncError> {
     let config = config(meter, "measured", selector, Values::F32)?;
-    let mut layers = [compressor(SIZES[0], config)?, compressor(SIZES[1], config)?];
+    let mut layers = [compressor(sizes[0], config)?, compressor(sizes[1], config)?];
     let mut workspace = Workspace::new(meter.config.threads);
     let mut step = 0;
     let mut one = |n: usize| {
         step += 1;
-        let layer = &mut layers[usize::from(n == SIZES[1])];
+        let layer = &mut layers[usize::from(n == sizes[1])];
         let shift = (step as usize * 7919 * 16) % SHIFT;
         layer.select(step, Gradient::F32(&noise[shift..shift + n]), 1.0, &mut workspace)?;
         Ok(())
     };
     // Thresholds settle in the first steps.
-    (0..4).try_for_each(|_| one(SIZES[1]))?;
-    meter.line(SIZES, calls, one)
+    (0..4).try_for_each(|_| one(sizes[1]))?;
+    meter.line(sizes, calls, one)
 }
 
 /// Encoding and decoding, per element.
