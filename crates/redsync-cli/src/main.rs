@@ -11,6 +11,11 @@ macro_rules! say {
 pub(crate) use say;
 
 mod bench;
+mod files;
+mod plan;
+mod platform;
+mod report;
+mod simulate;
 mod train;
 
 use clap::{Parser, Subcommand};
@@ -35,6 +40,12 @@ enum Command {
     /// Measure a stage on this machine, against one pass over memory
     #[command(subcommand, arg_required_else_help = true)]
     Bench(bench::Bench),
+    /// Predict whether compression helps here, and for which layers
+    Plan(plan::Plan),
+    /// Predict how a model scales on a platform, from 1 to 1,024 ranks
+    Simulate(simulate::Simulate),
+    /// Make one HTML page from training runs, benchmarks, plans and simulations
+    Report(report::Report),
 }
 
 fn main() -> ExitCode {
@@ -43,6 +54,9 @@ fn main() -> ExitCode {
         Command::Train(train) => train.run(),
         Command::Compare(compare) => compare.run(),
         Command::Bench(bench) => bench.run(),
+        Command::Plan(plan) => plan.run(),
+        Command::Simulate(simulate) => simulate.run(),
+        Command::Report(report) => report.run(),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,6 +1,7 @@
 //! What a user chooses for a run: method, plan, density, warm-up, momentum, mode, deadline.
 //! What must hold: every choice that changes a message is the same on all ranks; the hello at the start checks it.
 
+use crate::cost::{Compute, Platform};
 use redsync_core::{Momentum, Selector};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -141,6 +142,9 @@ pub struct Config {
     pub layers: BTreeMap<String, Choice>,
     /// Layers of fewer bytes are dense.
     pub dense_below: usize,
+    /// What the machines and their network need. With these, the plan `auto` compresses where that is predicted to be faster,
+    /// and `dense_below` is what follows; rank 0's answer is taken by all ranks. Without, `dense_below` is the limit.
+    pub figures: Option<Figures>,
     /// The fraction of a compressed layer that is sent at a step.
     pub density: f64,
     /// The first steps.
@@ -162,6 +166,15 @@ pub struct Config {
     pub fault: Option<Fault>,
 }
 
+/// What the cost model needs to know of a run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Figures {
+    /// The machines and their network, measured or described.
+    pub platform: Platform,
+    /// What the framework does in a step.
+    pub compute: Compute,
+}
+
 /// What a rank can be told to do wrong.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,6 +193,7 @@ impl Default for Config {
             preset: Preset::Auto,
             layers: BTreeMap::new(),
             dense_below: 128 << 10,
+            figures: None,
             density: 0.001,
             warm_up: WarmUp::None,
             momentum: Momentum::None,

@@ -37,9 +37,11 @@
 //! ```
 
 mod config;
+pub mod cost;
 mod error;
 mod hello;
 mod layer;
+pub mod measure;
 pub mod models;
 mod names;
 mod pipeline;
@@ -52,10 +54,11 @@ mod synchronizer;
 
 #[doc(hidden)]
 pub use config::Fault;
-pub use config::{Choice, Config, Method, Mode, Preset, Stage, WarmUp};
+pub use config::{Choice, Config, Figures, Method, Mode, Preset, Stage, WarmUp};
 pub use error::SyncError;
 pub use layer::{Kind, Layer};
 pub use names::nearest;
+pub use plan::choices;
 pub use replica::replica_hash;
 pub use source::{Source, Window};
 pub use stats::{LayerStats, StepStats};

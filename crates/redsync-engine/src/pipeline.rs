@@ -326,7 +326,7 @@ fn dense_buffer(pools: &Pools, length: usize) -> Vec<f32> {
 }
 
 /// `to = scale * gradient`, if it has the right length and is finite.
-fn copy_scaled(gradient: Gradient<'_>, scale: f32, to: &mut [f32]) -> Result<(), Bad> {
+pub(crate) fn copy_scaled(gradient: Gradient<'_>, scale: f32, to: &mut [f32]) -> Result<(), Bad> {
     if gradient.len() != to.len() {
         return Err(Bad::Length { expected: to.len(), got: gradient.len() });
     }
@@ -353,7 +353,7 @@ fn not_finite(layer: &str, step: u64, gradient: Gradient<'_>) -> LayerError {
 }
 
 /// In eight partial sums, which the compiler can take side by side, always in the same order.
-fn sum_of_squares(gradient: Gradient<'_>) -> f64 {
+pub(crate) fn sum_of_squares(gradient: Gradient<'_>) -> f64 {
     fn sum<T: Copy>(g: &[T], to_f32: impl Fn(T) -> f32) -> f64 {
         let mut lanes = [0f64; 8];
         for chunk in g.chunks(8) {

@@ -1,10 +1,14 @@
 //! From layers and a configuration to what happens with each layer, and in which order the ranks exchange.
 //! What must hold: the plan follows from its inputs alone, so it is the same on every rank.
 
-use crate::config::{Choice, Config, Method, Mode, Preset, Stage};
+use crate::config::{Choice, Config, Figures, Method, Mode, Preset, Stage};
+use crate::cost;
 use crate::error::SyncError;
+use crate::hello;
 use crate::layer::{Kind, Layer};
+use redsync_comm::Communicator;
 use redsync_core::{Compressor, Density, IndexCode, Selector, Values};
+use serde_json::json;
 use std::collections::BTreeSet;
 
 /// Small messages share a frame until it has about this many bytes: fewer exchanges, but early ones start early.
@@ -20,8 +24,27 @@ pub(crate) struct Group {
     pub layers: Vec<usize>,
 }
 
+/// Turns figures into the size below which layers are dense. Ranks may have measured differently, so rank 0 decides; it
+/// decides nothing if it has no figures.
+pub(crate) fn agree(layers: &[Layer], config: Config, comm: &dyn Communicator) -> Result<Config, SyncError> {
+    let ours = match &config.figures {
+        Some(figures) if config.preset == Preset::Auto && config.method != Method::Sgd => {
+            figures.platform.check().map_err(|bad| SyncError::Layers(bad.to_string()))?;
+            let Figures { platform, compute } = figures;
+            Some(cost::dense_below(layers, &config, platform, comm.size(), *compute)?)
+        }
+        _ => None,
+    };
+    let all = hello::gather(comm, &json!({ "dense below": ours }), &config)?;
+    let decided = all.first().and_then(|first| first["dense below"].as_u64());
+    Ok(match decided.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)) {
+        Some(dense_below) => Config { dense_below, ..config },
+        None => config,
+    })
+}
+
 /// The choice for every layer, if the configuration makes sense.
-pub(crate) fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncError> {
+pub fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncError> {
     let names: BTreeSet<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();
     if names.len() != layers.len() {
         return Err(SyncError::Layers("two layers have the same name".into()));

@@ -107,6 +107,7 @@ pub struct Synchronizer {
 impl Synchronizer {
     /// A synchronizer for the layers of a model. All ranks call this; it fails if they do not agree.
     pub fn new(layers: Vec<Layer>, config: Config, comm: Arc<dyn Communicator>) -> Result<Self, SyncError> {
+        let config = plan::agree(&layers, config, &*comm)?;
         let choices = plan::choices(&layers, &config)?;
         let compressors = (layers.iter().zip(&choices).enumerate())
             .map(|(number, (layer, choice))| plan::compressor(number, layer, *choice, &config))
@@ -254,8 +255,7 @@ impl Synchronizer {
         if self.arrived.iter().any(|arrived| arrived.group.sparse) {
             return;
         }
-        let buffers = || self.arrived.iter().filter_map(|arrived| arrived.result.dense());
-        let norm = buffers().flatten().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt();
+        let norm = norm(self.arrived.iter().filter_map(|arrived| arrived.result.dense()));
         if norm <= f64::from(limit) {
             return;
         }
@@ -428,6 +428,11 @@ fn find_update<'a>(place: &[Option<Place>], arrived: &'a [Arrived], layer: usize
         Received::Sparse(messages) => Some(Update::Sparse(&messages[at])),
         Received::Dense(values) => Some(Update::Dense(&values[elements])),
     }
+}
+
+/// The norm of all buffers together, summed in their order.
+pub(crate) fn norm<'a>(buffers: impl IntoIterator<Item = &'a [f32]>) -> f64 {
+    buffers.into_iter().flatten().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
 }
 
 impl Received {

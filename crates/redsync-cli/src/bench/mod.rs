@@ -9,6 +9,8 @@ mod select;
 mod sync;
 mod wire;
 
+pub(crate) use sync::{parse_model, parse_ms};
+
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -117,7 +119,7 @@ fn parse_count(text: &str) -> Result<usize, String> {
         .ok_or_else(|| format!("expected 1 to {most} elements"))
 }
 
-fn parse_density(text: &str) -> Result<Density, String> {
+pub(crate) fn parse_density(text: &str) -> Result<Density, String> {
     let fraction: f64 = text.parse().map_err(|_| "expected a number such as 0.001".to_string())?;
     Density::new(fraction).map_err(|error| error.to_string())
 }
@@ -149,7 +151,7 @@ fn median(times: &mut [f64]) -> f64 {
 }
 
 /// A bar on standard error, invisible where that is no terminal.
-fn progress(steps: u64, what: &'static str) -> ProgressBar {
+pub(crate) fn progress(steps: u64, what: &'static str) -> ProgressBar {
     let style = ProgressStyle::with_template("{msg} [{bar:40}] {pos}/{len} {eta}");
     let bar = ProgressBar::new(steps).with_message(what);
     match style {

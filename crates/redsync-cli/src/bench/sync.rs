@@ -1,15 +1,17 @@
 //! `redsync bench sync`: steps of a whole synchronizer among ranks, on threads or on MPI.
 
 use super::{data, grouped, median, parse_density, print_json, progress, table};
+use crate::plan::measured;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use rand_distr::{Distribution, StandardNormal};
 use redsync_comm::{Communicator, local, mpi};
 use redsync_core::Density;
+use redsync_engine::cost::Compute;
 use redsync_engine::models::Model;
 use redsync_engine::{
-    Choice, Config, Fault, Kind, Layer, LayerStats, Method, Mode, Preset, StepStats, Synchronizer, Window,
-    replica_hash,
+    Choice, Config, Fault, Figures, Kind, Layer, LayerStats, Method, Mode, Preset, StepStats, Synchronizer,
+    Window, replica_hash,
 };
 use serde::Serialize;
 use std::io::Write;
@@ -20,8 +22,6 @@ use std::time::{Duration, Instant};
 /// Gradients are windows of one buffer of noise, at offsets up to this: fresh at every step, for free.
 const OFFSETS: u64 = 1 << 20;
 const LEARNING_RATE: f32 = 0.01;
-/// Steps before the measured ones, in which buffers grow and thresholds settle.
-const WARM_UP: u64 = 3;
 
 #[derive(Clone, Copy, Debug, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -49,12 +49,18 @@ pub struct Sync {
     /// Treat layers as in the paper: trimmed or threshold selection, 32-bit indices
     #[arg(long)]
     paper: bool,
+    /// Measure machine and network first, and compress only what is then predicted to be faster so
+    #[arg(long, conflicts_with = "paper")]
+    auto: bool,
     /// Fraction of a compressed layer that is sent
     #[arg(long, default_value = "0.001", value_parser = parse_density)]
     density: Density,
     /// Steps that are measured
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
+    /// Steps before the measured ones, in which buffers grow and thresholds settle
+    #[arg(long, default_value_t = 3)]
+    settle: u64,
     /// Length of the backward pass that is played, in milliseconds
     #[arg(long, default_value_t = 0.0, value_parser = parse_ms)]
     compute_ms: f64,
@@ -92,6 +98,8 @@ struct Report {
     ranks: usize,
     model: String,
     method: &'static str,
+    auto: bool,
+    compressed_layers: usize,
     comm: Comm,
     /// Of one rank: its messages and its dense gradients, each counted once.
     bytes_sent_per_step: u64,
@@ -117,7 +125,7 @@ struct Breakdown {
     apply: f64,
 }
 
-fn parse_model(name: &str) -> Result<String, String> {
+pub(crate) fn parse_model(name: &str) -> Result<String, String> {
     Model::named(name).map(|model| model.name.to_string()).map_err(|error| error.to_string())
 }
 
@@ -126,7 +134,7 @@ fn parse_method(name: &str) -> Result<Method, String> {
     Method::from_name(name).ok_or_else(|| format!("expected one of {}", names()))
 }
 
-fn parse_ms(text: &str) -> Result<f64, String> {
+pub(crate) fn parse_ms(text: &str) -> Result<f64, String> {
     let value: f64 = text.parse().map_err(|_| "expected a number".to_string())?;
     if (0.0..=1e9).contains(&value) {
         Ok(value)
@@ -222,21 +230,27 @@ impl Sync {
     fn run_rank(&self, comm: Arc<dyn Communicator>, noise: Arc<Vec<f32>>) -> Result<Option<Report>> {
         let model = Model::named(&self.model)?;
         let (rank, ranks) = (comm.rank(), comm.size());
-        let sync = Synchronizer::new(model.layers.clone(), self.config(rank, model.recurrent), comm)?;
+        let mut config = self.config(rank, model.recurrent);
+        if self.auto {
+            let platform = measured(comm.clone(), &config)?;
+            let backward = self.compute_ms / 1e3;
+            config.figures = Some(Figures { platform, compute: Compute { backward, ..Compute::default() } });
+        }
+        let sync = Synchronizer::new(model.layers.clone(), config, comm)?;
         let weights = model.layers.iter().map(|layer| vec![0.0; layer.size]).collect();
         let mut player = Player { bench: self, sync, weights, noise, rank };
         if self.resume {
             player.resume()?;
         }
         let played = if self.compute_ms > 0.0 { 2 } else { 1 };
-        let bar = progress((WARM_UP + self.steps) * played, "synchronizing");
+        let bar = progress((self.settle + self.steps) * played, "synchronizing");
         if rank != 0 {
             bar.set_draw_target(indicatif::ProgressDrawTarget::hidden());
         }
-        let alone = player.steps(WARM_UP + self.steps, Duration::ZERO, &bar)?;
+        let alone = player.steps(self.settle + self.steps, Duration::ZERO, &bar)?;
         let compute = Duration::from_secs_f64(self.compute_ms / 1e3);
         let overlapped = match played {
-            2 => Some(player.steps(2 * (WARM_UP + self.steps), compute, &bar)?),
+            2 => Some(player.steps(2 * (self.settle + self.steps), compute, &bar)?),
             _ => None,
         };
         bar.finish_and_clear();
@@ -273,6 +287,8 @@ impl Sync {
             ranks,
             model: self.model.clone(),
             method: self.method.name(),
+            auto: self.auto,
+            compressed_layers: (0..layers.len()).filter(compressed).count(),
             comm: self.comm,
             bytes_sent_per_step: last.iter().map(|s| s.bytes_sent).sum(),
             dense_bytes_per_step: layers.iter().map(|layer| 4 * layer.size as u64).sum(),
@@ -352,7 +368,7 @@ impl Player<'_> {
             let start = Instant::now();
             self.step(step, compute)?;
             let ms = start.elapsed().as_secs_f64() * 1e3;
-            if step >= begin + WARM_UP {
+            if step >= begin + self.bench.settle {
                 measured.push(Measured { ms, stats: self.sync.stats().clone() });
             }
             self.between(step + 1)?;

@@ -1,0 +1,42 @@
+//! `redsync report`: one HTML page from training runs, benchmarks, plans and simulations.
+//! Comes in: run directories and JSON documents. Goes out: one file that needs nothing else, to be read anywhere.
+
+mod chart;
+mod load;
+mod page;
+mod sections;
+
+use anyhow::Result;
+use clap::Args;
+use std::path::PathBuf;
+
+#[derive(Debug, Args)]
+pub struct Report {
+    /// Run directories (with metrics.jsonl), metrics files, and --json outputs of bench select, bench sync, plan and simulate
+    #[arg(required = true)]
+    runs: Vec<PathBuf>,
+    /// The page
+    #[arg(long, short, default_value = "report.html")]
+    out: PathBuf,
+    /// Bandwidth of the dense sum that selection is compared with, in Gbit/s
+    #[arg(long, default_value_t = 1.0, value_parser = parse_gbit)]
+    gbit: f64,
+}
+
+fn parse_gbit(text: &str) -> Result<f64, String> {
+    let valid = |gbit: &f64| gbit.is_finite() && *gbit > 0.0;
+    text.parse().ok().filter(valid).ok_or_else(|| "expected a number above 0".to_string())
+}
+
+impl Report {
+    pub fn run(self) -> Result<()> {
+        let mut found = load::Found::default();
+        for path in &self.runs {
+            found.add(path)?;
+        }
+        let page = page::page(&sections::all(&found, self.gbit)?);
+        crate::files::write(&self.out, page.as_bytes())?;
+        crate::say!("{}", self.out.display());
+        Ok(())
+    }
+}

@@ -1,0 +1,402 @@
+//! A whole step: the pipeline of the synchronizer, played with predicted times.
+//! Comes in: layers, the choice for each, a platform, ranks, and how long the framework computes. Goes out: the time of a step
+//! and of its phases. What must hold: the same groups in the same order as the engine's, from the same code.
+//!
+//! One thread compresses in the order of the backward pass, the link carries one exchange after the other, one thread
+//! decodes, and when all is there the weights are updated. A rank has only so many cores: a step takes at least as long as
+//! its work on them.
+
+use super::collective::{dense_allreduce, dense_bytes, sparse_allgather, sparse_bytes};
+use super::message::{expected_elements, frame_bytes, message_bits};
+use super::platform::Platform;
+use crate::config::{Choice, Config, Method, Mode, Preset, Stage};
+use crate::layer::{Kind, Layer};
+use crate::plan::{self, Group};
+use redsync_core::{Density, IndexCode, Selector, Values};
+use serde::{Deserialize, Serialize};
+
+/// What the framework does in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Compute {
+    /// Seconds of the forward pass.
+    pub forward: f64,
+    /// Seconds of the backward pass. Each weight has an equal share of it.
+    pub backward: f64,
+    /// Whether it runs on the cores that compress, too.
+    pub on_cores: bool,
+}
+
+/// Everything a prediction depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// The layers, in forward order.
+    pub layers: &'a [Layer],
+    /// What happens with each.
+    pub choices: &'a [Choice],
+    /// Density, mode, preset and value format are read from here.
+    pub config: &'a Config,
+    /// The machines.
+    pub platform: &'a Platform,
+    /// The number of ranks.
+    pub ranks: usize,
+    /// The framework's part.
+    pub compute: Compute,
+}
+
+/// Predicted times of one step, in seconds, and bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Times {
+    /// Forward and backward pass.
+    pub compute: f64,
+    /// Accumulating and choosing, copying of dense layers, clipping.
+    pub select: f64,
+    /// Encoding.
+    pub encode: f64,
+    /// What keeps the link busy, hidden or not, and the latency of the last exchange.
+    pub exchange: f64,
+    /// Decoding.
+    pub decode: f64,
+    /// Updating the weights.
+    pub apply: f64,
+    /// From the first gradient on until the weights are updated; the forward pass before that included.
+    pub step: f64,
+    /// Of one rank: its messages and its dense gradients, each counted once.
+    pub bytes_sent: f64,
+    /// What its link carries in one direction.
+    pub bytes_on_link: f64,
+}
+
+impl Times {
+    /// What is neither computing nor hidden behind it.
+    pub fn exposed(&self) -> f64 {
+        self.step - self.compute
+    }
+}
+
+/// The state of the pipeline while a step is played.
+#[derive(Default)]
+struct Clock {
+    /// When each of the three is free again.
+    compress: f64,
+    link: f64,
+    decode: f64,
+    /// When the last exchange will have arrived.
+    arrived: f64,
+    /// Core time, as if one thread did it all.
+    work: f64,
+    /// Core time of the exchanges, in seconds of one whole core.
+    link_work: f64,
+}
+
+impl Step<'_> {
+    /// The times of a step after the warm-up.
+    pub fn times(&self) -> Times {
+        self.times_at(Stage::Sparse(self.config.density))
+    }
+
+    /// The times of a step at a stage of the warm-up.
+    pub fn times_at(&self, stage: Stage) -> Times {
+        let groups = plan::groups(self.layers, self.choices, stage);
+        let density = match stage {
+            Stage::Sparse(density) => Density::new(density).unwrap_or_default(),
+            Stage::Dense => Density::default(),
+        };
+        let mut times = Times { compute: self.compute.forward + self.compute.backward, ..Times::default() };
+        let mut clock = Clock::default();
+        let together = self.config.mode != Mode::Cnn && groups.iter().any(|group| group.sparse);
+        let ready = self.ready(together);
+        if together {
+            let clip = self.clipping(self.platform.rates.clip);
+            (clock.compress, times.select) = (self.compute.backward + clip, clip);
+            clock.work += clip;
+        }
+        if !self.platform.background {
+            clock.link = self.compute.backward;
+        }
+        let group_of = self.group_of(&groups);
+        let mut missing: Vec<usize> = groups.iter().map(|group| group.layers.len()).collect();
+        let mut next = 0;
+        for i in (0..self.layers.len()).rev() {
+            let select = self.select(i, groups[group_of[i]].sparse);
+            clock.compress = clock.compress.max(ready[i]) + select;
+            (times.select, clock.work) = (times.select + select, clock.work + select);
+            missing[group_of[i]] -= 1;
+            while next < groups.len() && missing[next] == 0 {
+                self.exchange(&groups[next], density, &mut clock, &mut times);
+                next += 1;
+            }
+        }
+        self.finish(&groups, density, clock, &mut times);
+        times
+    }
+
+    /// The end of a step: what waits, the clipping of dense sums, the update, and the limit that the cores set.
+    fn finish(&self, groups: &[Group], density: Density, clock: Clock, times: &mut Times) {
+        let mut apply: f64 =
+            groups.iter().flat_map(|g| g.layers.iter().map(|i| self.apply(*i, g.sparse, density))).sum();
+        if groups.iter().all(|group| !group.sparse) {
+            apply += self.clipping(self.platform.rates.clip_dense);
+        }
+        times.apply = apply;
+        let played = clock.decode.max(clock.arrived).max(clock.compress).max(self.compute.backward) + apply;
+        let Platform { cores, contention, .. } = *self.platform;
+        let computing = if self.compute.on_cores { self.compute.backward } else { 0.0 };
+        // Rates were measured with every rank at work: a rank with less than a core has its share of one in them.
+        let own = (clock.work + apply + computing) * cores.min(1.0) / cores;
+        let contention = if self.ranks > 1 { contention } else { 1.0 };
+        times.step = self.compute.forward + played.max(own * contention + clock.link_work / cores);
+    }
+
+    /// The contention that would make the prediction what was measured.
+    pub(crate) fn contention_of(&self, measured: f64) -> f64 {
+        let times = self.times();
+        let cores = self.platform.cores;
+        let own = (times.select + times.encode + times.decode + times.apply) * cores.min(1.0) / cores;
+        let exchanging = times.bytes_on_link * self.platform.network.sparse.work / cores;
+        (measured - exchanging) / own
+    }
+
+    /// When the gradient of each layer is there.
+    fn ready(&self, together: bool) -> Vec<f64> {
+        let counts = |layer: &Layer| layer.kind != Kind::BiasOrNorm;
+        let share = self.compute.backward / self.layers.iter().filter(|l| counts(l)).count().max(1) as f64;
+        let mut ready = vec![self.compute.backward; self.layers.len()];
+        let mut now = 0.0;
+        for (i, layer) in self.layers.iter().enumerate().rev() {
+            now += if counts(layer) { share } else { 0.0 };
+            if !together {
+                ready[i] = now;
+            }
+        }
+        ready
+    }
+
+    fn group_of(&self, groups: &[Group]) -> Vec<usize> {
+        let mut of = vec![0; self.layers.len()];
+        for (number, group) in groups.iter().enumerate() {
+            group.layers.iter().for_each(|layer| of[*layer] = number);
+        }
+        of
+    }
+
+    fn clipping(&self, per_element: f64) -> f64 {
+        let elements: usize = self.layers.iter().map(|layer| layer.size).sum();
+        match self.config.mode {
+            Mode::Rnn { clip: Some(_) } => per_element * elements as f64,
+            _ => 0.0,
+        }
+    }
+
+    /// T_select of a layer, or the copying of a dense one.
+    pub(super) fn select(&self, layer: usize, sparse: bool) -> f64 {
+        let (rates, m) = (&self.platform.rates, self.layers[layer].size);
+        match self.choices[layer] {
+            Choice::Sparse { selector, .. } if sparse => rates.select.t_select(m, selector),
+            _ => rates.copy.at(m as f64),
+        }
+    }
+
+    /// Elements and bits of a layer's message, and whether it carries a mean.
+    fn message(&self, layer: usize, density: Density) -> (f64, f64, bool) {
+        let (selector, quantized) = match self.choices[layer] {
+            Choice::Sparse { selector, quantized } => (selector, quantized),
+            Choice::Dense => (Selector::Carried, false),
+        };
+        let plain = self.config.preset == Preset::Paper || self.config.method == Method::RgcNaive;
+        let values = match (quantized, self.config.bf16) {
+            (true, _) => Values::Asq,
+            (false, true) => Values::Bf16,
+            (false, false) => Values::F32,
+        };
+        let indices = if plain { IndexCode::Plain } else { IndexCode::Rice };
+        let elements = expected_elements(self.layers[layer].size, density, selector);
+        (elements, message_bits(density, indices, values), quantized)
+    }
+
+    /// Encodes, exchanges and decodes a group.
+    fn exchange(&self, group: &Group, density: Density, clock: &mut Clock, times: &mut Times) {
+        let Platform { network, rates, .. } = self.platform;
+        let p = self.ranks;
+        let (cost, bytes, on_link, work, decode) = if group.sparse {
+            let messages: Vec<_> = group.layers.iter().map(|layer| self.message(*layer, density)).collect();
+            let encode: f64 = messages.iter().map(|message| rates.encode.at(message.0)).sum();
+            (times.encode, clock.compress) = (times.encode + encode, clock.compress + encode);
+            clock.work += encode;
+            let decode = p as f64 * messages.iter().map(|message| rates.decode.at(message.0)).sum::<f64>();
+            let bytes = frame_bytes(messages);
+            let cost = sparse_allgather(p, bytes, &network.sparse, network.allgather);
+            (cost, bytes, sparse_bytes(p, bytes), network.sparse.work, decode)
+        } else {
+            let elements: usize = group.layers.iter().map(|layer| self.layers[*layer].size).sum();
+            let bytes = 4.0 * elements as f64;
+            let gamma_2 = rates.gamma_2 * elements as f64;
+            let cost = dense_allreduce(p, bytes, &network.dense, network.allreduce, gamma_2);
+            (cost, bytes, dense_bytes(p, bytes), network.dense.work, 0.0)
+        };
+        clock.link = clock.link.max(clock.compress) + cost.occupancy;
+        let arrived = clock.link + cost.latency;
+        clock.arrived = clock.arrived.max(arrived);
+        clock.decode = clock.decode.max(arrived) + decode;
+        clock.work += decode;
+        clock.link_work += on_link * work;
+        times.exchange += cost.occupancy;
+        times.decode += decode;
+        times.bytes_sent += bytes;
+        times.bytes_on_link += on_link;
+    }
+
+    pub(super) fn apply(&self, layer: usize, sparse: bool, density: Density) -> f64 {
+        let (rates, m) = (&self.platform.rates, self.layers[layer].size);
+        match sparse {
+            true => rates.apply.time(m, self.ranks as f64 * self.message(layer, density).0),
+            false => rates.update.at(m as f64),
+        }
+    }
+
+    /// A layer by itself, dense and compressed: what the plan tells of it.
+    pub fn layer_alone(&self, layer: usize, sparse: bool) -> f64 {
+        let density = Density::new(self.config.density).unwrap_or_default();
+        let group = Group { sparse, layers: vec![layer] };
+        let (mut clock, mut times) = (Clock::default(), Times::default());
+        clock.compress = self.select(layer, sparse);
+        self.exchange(&group, density, &mut clock, &mut times);
+        clock.decode.max(clock.arrived) + self.apply(layer, sparse, density)
+    }
+}
+
+/// Seconds of a whole training of so many steps, warm-up included.
+pub fn training_time(step: &Step<'_>, steps: u64) -> f64 {
+    let config = step.config;
+    let mut total = 0.0;
+    let mut at = 0;
+    while at < steps {
+        let stage = config.warm_up.stage(at, config.density);
+        // Stages change at multiples of the length of one, so the next change is found by halving.
+        let (mut last, mut beyond) = (at, steps);
+        while beyond - last > 1 {
+            let middle = last + (beyond - last) / 2;
+            match config.warm_up.stage(middle, config.density) == stage {
+                true => last = middle,
+                false => beyond = middle,
+            }
+        }
+        total += (beyond - at) as f64 * step.times_at(stage).step;
+        at = beyond;
+    }
+    total
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::platform::tests::round;
+    use super::*;
+    use crate::config::WarmUp;
+    use crate::models::{Model, NAMES};
+
+    fn with<T>(model: &str, config: &Config, f: impl FnOnce(Step<'_>) -> T) -> T {
+        let layers = Model::named(model).unwrap().layers;
+        let choices = plan::choices(&layers, config).unwrap();
+        let platform = round();
+        let compute = Compute::default();
+        f(Step { layers: &layers, choices: &choices, config, platform: &platform, ranks: 4, compute })
+    }
+
+    fn method(method: Method) -> Config {
+        Config { method, ..Config::default() }
+    }
+
+    #[test]
+    fn without_a_network_there_is_only_work() {
+        with("vgg16-cifar", &method(Method::Sgd), |step| {
+            let times = Step { ranks: 1, ..step }.times();
+            let elements = 14_724_042.0;
+            let layers = step.layers.len() as f64;
+            let expected = 2.0 * (layers * 5e-6 + elements * 1e-9);
+            assert!((times.step / expected - 1.0).abs() < 1e-9, "{times:?} {expected}");
+            assert_eq!(times.bytes_on_link, 0.0);
+        });
+    }
+
+    #[test]
+    fn a_step_is_never_shorter_than_any_of_its_parts_nor_longer_than_all() {
+        for name in NAMES {
+            for config in Method::ALL.map(method) {
+                with(name, &config, |step| {
+                    for backward in [0.0, 0.01, 1.0] {
+                        let compute = Compute { forward: 0.0, backward, on_cores: false };
+                        let t = Step { compute, ..step }.times();
+                        let parts = [backward, t.select + t.encode, t.exchange, t.decode, t.apply];
+                        let longest = parts.into_iter().fold(0.0, f64::max);
+                        assert!(
+                            t.step >= longest && t.step <= parts.iter().sum::<f64>() * 1.0001,
+                            "{name} {t:?}"
+                        );
+                    }
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_backward_pass_hides_all_but_the_end_in_a_cnn_and_nothing_of_an_rnn() {
+        let hidden = |model: &str, mode| {
+            let config = Config { mode, ..method(Method::RgcAsq) };
+            with(model, &config, |step| {
+                let alone = step.times().step;
+                let compute = Compute { backward: 20.0, ..Compute::default() };
+                1.0 - Step { compute, ..step }.times().exposed() / alone
+            })
+        };
+        assert!(hidden("vgg16", Mode::Cnn) > 0.5);
+        assert!(hidden("lstm-ptb", Mode::Rnn { clip: Some(0.25) }).abs() < 1e-6);
+    }
+
+    #[test]
+    fn compute_on_the_same_cores_hides_nothing_where_there_is_only_one() {
+        with("vgg16-cifar", &method(Method::Rgc), |step| {
+            let compute = Compute { forward: 0.0, backward: 0.5, on_cores: true };
+            let mut platform = step.platform.clone();
+            platform.cores = 1.0;
+            let t = Step { compute, platform: &platform, ..step }.times();
+            assert!((t.step - (0.5 + t.select + t.encode + t.decode + t.apply)).abs() < 1e-9);
+        });
+    }
+
+    #[test]
+    fn without_progress_in_the_background_the_backward_pass_hides_no_exchange() {
+        with("vgg16-cifar", &method(Method::Sgd), |step| {
+            let compute = Compute { forward: 0.0, backward: 5.0, on_cores: false };
+            let platform = Platform { background: false, ..step.platform.clone() };
+            let t = Step { compute, platform: &platform, ..step }.times();
+            assert!((t.exposed() - (t.exchange + t.apply)).abs() < 1e-9, "{t:?}");
+        });
+    }
+
+    #[test]
+    fn a_training_is_the_sum_of_its_stages() {
+        let dense = Config { warm_up: WarmUp::Dense(100), ..method(Method::RgcAsq) };
+        with("alexnet", &dense, |step| {
+            let (slow, fast) = (step.times_at(Stage::Dense).step, step.times().step);
+            let expected = 100.0 * slow + 900.0 * fast;
+            assert!((training_time(&step, 1000) / expected - 1.0).abs() < 1e-9);
+            assert!((training_time(&step, 60) / (60.0 * slow) - 1.0).abs() < 1e-9);
+        });
+        let ramp = Config { warm_up: WarmUp::Ramp(10), ..method(Method::RgcAsq) };
+        with("alexnet", &ramp, |step| {
+            let at = |d| 10.0 * step.times_at(Stage::Sparse(d)).step;
+            let expected = at(0.25) + at(0.0625) + at(0.015625) + at(0.004) + at(0.001);
+            assert!((training_time(&step, 50) / expected - 1.0).abs() < 1e-9);
+        });
+    }
+
+    #[test]
+    fn decompression_overtakes_communication_with_many_ranks() {
+        with("vgg16", &method(Method::RgcAsq), |step| {
+            let at = |ranks| Step { ranks, ..step }.times();
+            assert!(at(2).decode + at(2).apply < at(2).select);
+            let many = at(1024);
+            assert!(many.decode + many.apply > many.exchange, "{many:?}");
+            assert!(many.bytes_on_link / at(2).bytes_on_link > 500.0);
+        });
+    }
+}
