@@ -42,7 +42,7 @@ mod hello;
 mod layer;
 pub mod models;
 mod pipeline;
-mod plan;
+pub mod plan;
 mod replica;
 mod source;
 pub mod state;

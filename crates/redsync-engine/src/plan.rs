@@ -21,7 +21,7 @@ pub(crate) struct Group {
 }
 
 /// The choice for every layer, if the configuration makes sense.
-pub(crate) fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncError> {
+pub fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncError> {
     let names: BTreeSet<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();
     if names.len() != layers.len() {
         return Err(SyncError::Layers("two layers have the same name".into()));
@@ -68,7 +68,7 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
 }
 
 /// The compressor of a layer, if it is compressed.
-pub(crate) fn compressor(
+pub fn compressor(
     number: usize,
     layer: &Layer,
     choice: Choice,

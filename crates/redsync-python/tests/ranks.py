@@ -1,0 +1,80 @@
+"""Ranks for tests: real processes that talk through gloo. A function runs on every rank; what it returns comes back in order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pathlib
+import signal
+import socket
+import tempfile
+import traceback
+from typing import Any, Callable
+
+import torch
+import torch._dynamo  # DDP imports it when the first model is made; once here is faster than once on every rank
+import torch.distributed as dist
+
+# Forked children have torch imported already; nothing in this process may start threads of its own.
+_processes = multiprocessing.get_context("fork")
+
+
+class Failed(Exception):
+    """A rank raised something; the text is its traceback."""
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _child(rank: int, ranks: int, port: int, out: pathlib.Path, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    try:
+        dist.init_process_group("gloo")
+        result = ("ok", run(*arguments))
+    except BaseException as error:
+        result = (type(error).__name__, f"{error}\n{traceback.format_exc()}")
+    torch.save(result, out / f"{rank}.tmp")
+    (out / f"{rank}.tmp").rename(out / f"{rank}.pt")
+    # As at the end of a program, but without pytest's own leftovers.
+    from redsync import attachment
+
+    attachment._leave()
+    os._exit(0)
+
+
+def outcomes(ranks: int, run: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> list[tuple[str, Any]]:
+    """What every rank returned as ("ok", value), or the name of what it raised with its text; ("dead", signal) if killed."""
+    with tempfile.TemporaryDirectory() as name:
+        out, port = pathlib.Path(name), _free_port()
+        children = [
+            _processes.Process(target=_child, args=(rank, ranks, port, out, run, arguments)) for rank in range(ranks)
+        ]
+        for child in children:
+            child.start()
+        found: list[tuple[str, Any]] = []
+        for rank, child in enumerate(children):
+            child.join(limit)
+            if child.is_alive():
+                for other in children:
+                    other.kill()
+                raise Failed(f"rank {rank} of {ranks} still ran after {limit} seconds")
+        for rank, child in enumerate(children):
+            path = out / f"{rank}.pt"
+            if path.exists():
+                found.append(torch.load(path, weights_only=False))
+            else:
+                found.append(("dead", signal.Signals(-child.exitcode).name if child.exitcode else "?"))
+        return found
+
+
+def on_ranks(ranks: int, run: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> list[Any]:
+    """What every rank returned; raises what one of them raised."""
+    found = outcomes(ranks, run, *arguments, limit=limit)
+    for rank, (kind, value) in enumerate(found):
+        if kind != "ok":
+            raise Failed(f"rank {rank}: {kind}: {value}")
+    return [value for _, value in found]
