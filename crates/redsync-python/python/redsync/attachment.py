@@ -12,7 +12,6 @@ kept by parameter, never by bucket, which DDP builds anew.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import time
@@ -99,14 +98,13 @@ def attach(
         ...     loss(model(inputs), labels).backward()
         ...     optimizer.step()
     """
-    _check_model(model)
-    scaled = scaler is not None and scaler.is_enabled()
-    check_optimizer(optimizer, scaled)
-    assert isinstance(optimizer, torch.optim.SGD)
+    if not isinstance(model, DistributedDataParallel):
+        raise UsageError(f"attach takes a model wrapped by DistributedDataParallel, not a {type(model).__name__}")
+    if model in _attached:
+        raise UsageError("redsync is attached to this model already; DDP allows one communication hook per model")
     if not deadline > 0:
         raise UsageError(f"a deadline of {deadline} seconds is none")
     preset, choices = (plan, {}) if isinstance(plan, str) else ("auto", dict(plan))
-    warm_up = ("dense", warmup) if isinstance(warmup, int) else warmup
     settings: dict[str, Any] = {
         "method": method,
         "preset": preset,
@@ -115,16 +113,13 @@ def attach(
         "dense_below": dense_below,
         "masking": masking,
         "bf16": bf16,
-        "warm_up": warm_up,
+        "warm_up": ("dense", warmup) if isinstance(warmup, int) else warmup,
     }
-    return Attachment(model, optimizer, settings, output, scaler if scaled else None, deadline, threads, log_every)
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    return Attachment(model, optimizer, settings, output, scaler, deadline, threads, log_every)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        raise UsageError(f"attach takes a model wrapped by DistributedDataParallel, not a {type(model).__name__}")
-    if model in _attached:
-        raise UsageError("redsync is attached to this model already; DDP allows one communication hook per model")
+def _check_model(model: DistributedDataParallel) -> None:
     if model.mixed_precision is not None:
         raise UsageError("DDP's mixed_precision is not supported; use torch.autocast, with a GradScaler for float16")
     for name, module in model.module.named_modules():
@@ -149,7 +144,7 @@ class Attachment:
     def __init__(
         self,
         model: DistributedDataParallel,
-        optimizer: torch.optim.SGD,
+        optimizer: torch.optim.Optimizer,
         settings: dict[str, Any],
         output: str | None,
         scaler: torch.amp.GradScaler | None,
@@ -162,36 +157,28 @@ class Attachment:
         self._parameters = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._scaler, self._log_every = scaler, log_every
-        self._steps = Steps(optimizer, lambda: self._compressed_now)
-        groups = dict(self._steps.groups())
+        self._compressed_now: frozenset[torch.Tensor] = frozenset()
+        grace = min(5.0, deadline / 4)
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        problem = self._prepare(model, optimizer, settings, output, threads)
+        # Only now, because a rank that has nothing to say would let the others wait.
+        channel = Channel(model.process_group, deadline - grace, device)
         try:
-            layers = self._describe(output if output is not None else _output(model.module), output, groups)
-            grace = min(5.0, deadline / 4)
-            device = self._parameters[0].device if self._parameters else torch.device("cpu")
-            channel = Channel(model.process_group, deadline - grace, device)
-            momenta = [(float(g["momentum"]), g["nesterov"]) for g in (groups.get(p, _NO_GROUP) for p in self._parameters)]
-            try:
-                self._layers = _redsync.Layers(
-                    layers, momenta, rank=channel.rank, ranks=channel.size, undo=scaler is not None, threads=threads, **settings
-                )
-            except ValueError as error:
-                raise UsageError(str(error)) from None
-            choices = self._layers.choices()
-            self._agree(channel, settings, choices, momenta, scaler)
+            self._agree(channel, settings, problem)
         except BaseException:
-            self._steps.close()
+            channel.close()
             raise
+        assert isinstance(optimizer, torch.optim.SGD)
+        choices = self._layers.choices()
         self._channel = channel
         self._compressed = [number for number, choice in enumerate(choices) if choice != "dense"]
         self._fresh = set(self._compressed)
-        self._compressed_now: frozenset[torch.Tensor] = frozenset()
-        self._momenta = momenta
         sizes = [parameter.numel() for parameter in self._parameters]
+        bits = [_bits(choice, settings["bf16"]) for choice in choices]
+        small = [n for n, size in enumerate(sizes) if bits[n] == 0 and 4 * size < max(settings["dense_below"], 1)]
         self._meter = Meter(self._names, choices, sizes, [p.element_size() for p in self._parameters])
         self._watch = Watch(str(channel.group.group_name), channel.rank, channel.size, grace)
         self._staging = Staging(device)
-        bits = [_bits(choice, settings["bf16"]) for choice in choices]
-        small = [n for n, size in enumerate(sizes) if bits[n] == 0 and 4 * size < max(settings["dense_below"], 1)]
         self._exchange = Exchange(
             self._layers, sizes, bits, small, channel, self._watch, self._meter, self._staging, deadline
         )
@@ -199,13 +186,39 @@ class Attachment:
         self._step: Step | None = None
         self._warned = False
         self._unused = self._notice_use() if model.find_unused_parameters or model.static_graph else None
-        self._closing = weakref.finalize(self, _close, self._exchange, self._watch)
+        self._closing = weakref.finalize(self, _close, self._exchange, self._watch, channel)
         try:
             model.register_comm_hook(self, _hook)
         except RuntimeError as error:
-            self.close()
+            self._closing()
             raise UsageError(f"DDP does not take the communication hook: {str(error).splitlines()[0]}") from error
+        self._steps = Steps(optimizer, lambda: self._compressed_now)
         _attached[model] = self
+
+    def _prepare(
+        self,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        settings: dict[str, Any],
+        output: str | None,
+        threads: int,
+    ) -> str | None:
+        """Everything that needs no other rank. Returns what is wrong with it."""
+        try:
+            _check_model(model)
+            check_optimizer(optimizer, self._scaler is not None)
+            groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+            layers = self._describe(output if output is not None else _output(model.module), output, groups)
+            chosen = [groups.get(parameter, _NO_GROUP) for parameter in self._parameters]
+            self._momenta = [(float(group["momentum"]), bool(group["nesterov"])) for group in chosen]
+            rank, ranks = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
+            undo = self._scaler is not None
+            self._layers = _redsync.Layers(
+                layers, self._momenta, rank=rank, ranks=ranks, undo=undo, threads=threads, **settings
+            )
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _describe(
         self, last: str | None, asked: str | None, groups: Mapping[torch.Tensor, Any]
@@ -220,22 +233,29 @@ class Attachment:
             layers.append((name, parameter.numel(), kind))
         return layers
 
-    def _agree(self, channel: Channel, settings: dict[str, Any], choices: list[str], momenta: Any, scaler: Any) -> None:
+    def _agree(self, channel: Channel, settings: dict[str, Any], problem: str | None) -> None:
         """Compares what decides about messages with all other ranks."""
-        shapes = [[name, list(p.shape), list(p.stride()), str(p.dtype)] for name, p in zip(self._names, self._parameters)]
-        ours = {
-            "redsync": _redsync.VERSION,
-            "the wire format": _redsync.WIRE_VERSION,
-            **{key: value for key, value in settings.items() if key != "plan"},
-            "a GradScaler": scaler is not None,
-            "the number of parameters": len(shapes),
-            **{f"parameter {number}": shape for number, shape in enumerate(shapes)},
-            **{f"the choice for {name}": choice for name, choice in zip(self._names, choices)},
-            **{f"the momentum of {name}": m for name, m in zip(self._names, momenta)},
-        }
-        ours = json.loads(json.dumps(ours))
-        for rank, text in enumerate(_exchange_texts(channel, json.dumps(ours))):
-            _compare(rank, text, ours)
+        ours: dict[str, Any] = {"problem": problem}
+        if problem is None:
+            shapes = [[n, list(p.shape), list(p.stride()), str(p.dtype)] for n, p in zip(self._names, self._parameters)]
+            ours |= {
+                "redsync": _redsync.VERSION,
+                "the wire format": _redsync.WIRE_VERSION,
+                **{key: value for key, value in settings.items() if key != "plan"},
+                "a GradScaler": self._scaler is not None,
+                "the number of parameters": len(shapes),
+                **{f"parameter {number}": shape for number, shape in enumerate(shapes)},
+                **{f"the choice for {name}": choice for name, choice in zip(self._names, self._layers.choices())},
+                **{f"the momentum of {name}": m for name, m in zip(self._names, self._momenta)},
+            }
+        text = json.dumps(ours)
+        everyone = [json.loads(theirs) for theirs in _exchange_texts(channel, text)]
+        if problem is not None:
+            raise UsageError(problem)
+        for rank, theirs in enumerate(everyone):
+            if theirs["problem"] is not None:
+                raise MismatchError(f"rank {rank} cannot attach: {theirs['problem']}")
+            _compare(rank, theirs, json.loads(text))
 
     def _notice_use(self) -> set[int]:
         """The compressed layers that got no gradient since the last exchange; they send nothing then."""
@@ -390,7 +410,7 @@ class Attachment:
         said = json.dumps({"the state": problem, "the step of the state": mine.get("step")})
         for peer, text in enumerate(_exchange_texts(self._channel, said)):
             if problem is None:
-                _compare(peer, text, json.loads(said))
+                _compare(peer, json.loads(text), json.loads(said))
         if problem is not None:
             raise UsageError(problem)
         for number in self._compressed:
@@ -443,9 +463,10 @@ class Attachment:
 _NO_GROUP: dict[str, Any] = {"momentum": 0.0, "nesterov": False}
 
 
-def _close(exchange: Exchange, watch: Watch) -> None:
+def _close(exchange: Exchange, watch: Watch, channel: Channel) -> None:
     exchange.close()
     watch.close()
+    channel.close()
 
 
 def _hook(state, bucket):  # DDP wants these names, and no annotations that it does not know
@@ -466,9 +487,8 @@ def _exchange_texts(channel: Channel, text: str) -> list[str]:
         raise Error(f"the ranks could not be compared, because not all of them came: {str(error).splitlines()[0]}") from error
 
 
-def _compare(rank: int, text: str, ours: Mapping[str, Any]) -> None:
+def _compare(rank: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """The first thing that differs; ours comes in an order that tells most first."""
-    theirs = json.loads(text)
     for key in [*ours, *theirs]:
         if theirs.get(key) != ours.get(key):
             raise MismatchError(f"rank {rank} runs something else: {key} is {theirs.get(key)} there, {ours.get(key)} here")
@@ -484,8 +504,3 @@ def of(model: torch.nn.Module | None = None) -> Attachment:
         raise UsageError(f"redsync is attached to {len(_attached)} models; say which one")
     return next(iter(_attached.values()))
 
-
-@atexit.register
-def _leave() -> None:
-    for attachment in list(_attached.values()):
-        attachment._closing()

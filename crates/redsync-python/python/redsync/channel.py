@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass, field
-from typing import Hashable, Sequence
+from typing import Callable, Hashable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from .errors import PeerError
+from .errors import Error, PeerError
+
+
+class Broken(Error):
+    """A collective failed; the text is the backend's."""
+
 
 HEADER = 8
 """Bytes in front of a message: its length and, in the lowest byte, its kind."""
@@ -84,7 +89,8 @@ class Channel:
 
         `expected`, the same on all ranks, is a guess for the first time; no valid message is longer than `limit`.
         """
-        capacity = self._capacities.setdefault(key, expected)
+        # Rows of whole words, so that headers can be read as numbers.
+        capacity = -(-self._capacities.setdefault(key, expected) // HEADER) * HEADER
         message = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
         block = torch.empty(HEADER + capacity, dtype=torch.uint8)
         block[:HEADER].view(torch.int64).fill_(len(payload) << 8 | kind)
@@ -97,15 +103,13 @@ class Channel:
         return Gathered(key, capacity, limit, message, block, blocks, work)
 
     def _gather(self, into: torch.Tensor, block: torch.Tensor) -> dist.Work:
-        work = dist.all_gather_into_tensor(into.view(-1), block, group=self.group, async_op=True)
-        assert work is not None
-        return work
+        return _start(lambda: dist.all_gather_into_tensor(into.view(-1), block, group=self.group, async_op=True))
 
     def finish(self, gathered: Gathered) -> None:
         """Waits for the messages. Those that did not fit are not whole yet."""
-        gathered.work.wait()
+        wait(gathered.work)
         gathered.blocks = gathered.blocks.cpu()
-        headers = gathered.blocks[:, :HEADER].contiguous().view(torch.int64).view(-1).tolist()
+        headers = gathered.blocks.view(torch.int64)[:, 0].tolist()
         gathered.kinds = [header & 0xFF for header in headers]
         gathered.lengths = [header >> 8 for header in headers]
         for rank, (kind, length) in enumerate(zip(gathered.kinds, gathered.lengths)):
@@ -131,7 +135,7 @@ class Channel:
             part[: len(rest)] = rest
         block = torch.cat(parts).to(self.device)
         blocks = torch.empty(self.size, len(block), dtype=torch.uint8, device=self.device)
-        self._gather(blocks, block).wait()
+        wait(self._gather(blocks, block))
         begin = 0
         for gathered, part in zip(short, parts):
             gathered.rest = blocks[:, begin : begin + len(part)].cpu()
@@ -142,9 +146,7 @@ class Channel:
 
         The order of additions depends on the backend, the size of the tensor and the place in it, and on nothing else.
         """
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        assert work is not None
-        return work
+        return _start(lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def exchange(self, text: str) -> list[str]:
         """One text from each rank."""
@@ -154,3 +156,31 @@ class Channel:
         self.finish_rest([gathered])
         self._capacities.pop(("text",))
         return [bytes(message.tolist()).decode(errors="replace") for message in gathered.messages()]
+
+    def close(self) -> None:
+        """Leaves the group. Not waited for: the others may be gone."""
+        try:
+            dist.destroy_process_group(self.group)
+        except (AssertionError, RuntimeError, ValueError):  # the program has destroyed its groups already, with this one
+            pass
+
+
+def _start(collective: Callable[[], dist.Work | None]) -> dist.Work:
+    try:
+        work = collective()
+    except RuntimeError as error:
+        raise Broken(_line(error)) from error
+    assert work is not None
+    return work
+
+
+def wait(work: dist.Work) -> None:
+    """Waits for a collective, at most as long as its group allows."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise Broken(_line(error)) from error
+
+
+def _line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from . import _redsync
-from .channel import FRAME, GAVE_UP, NOT_FINITE, Channel, Gathered
+from .channel import FRAME, GAVE_UP, NOT_FINITE, Broken, Channel, Gathered, wait
 from .errors import Error, GradientError, PeerError
 from .staging import Staging
 from .stats import Meter
@@ -245,7 +245,7 @@ class Exchange:
                     self._fill(flight)
                 step.short.append(flight)
             for sum in flight.sums:
-                sum.work.wait()
+                wait(sum.work)
                 if sum.copy is not None:
                     sum.flat.copy_(sum.copy)
             self._meter.exchanged(flight)
@@ -302,13 +302,12 @@ class Exchange:
     def _guarded(self, run: Callable[[], None]) -> None:
         try:
             run()
+        except Broken as error:
+            self._fail(self._watch.blame(str(error)), error.__cause__)
         except Error as error:
             self._fail(error)
         except _redsync.RefusedMessage as error:
-            self._fail(PeerError(str(error)))
-        except RuntimeError as error:  # what torch.distributed raises, whatever the backend
-            cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._fail(self._watch.blame(cause), error)
+            self._fail(PeerError(str(error)), error)
         except BaseException as error:
             self._fail(Error(f"redsync failed: {type(error).__name__}: {error}"), error)
 
