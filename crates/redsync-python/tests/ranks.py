@@ -10,7 +10,8 @@ import signal
 import socket
 import tempfile
 import traceback
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._dynamo  # DDP imports it when the first model is made; once here is faster than once on every rank
@@ -48,9 +49,7 @@ def outcomes(ranks: int, run: Callable[..., Any], *arguments: Any, limit: float 
     """What every rank returned as ("ok", value), or the name of what it raised with its text; ("dead", signal) if killed."""
     with tempfile.TemporaryDirectory() as name:
         out, port = pathlib.Path(name), _free_port()
-        children = [
-            _processes.Process(target=_child, args=(rank, ranks, port, out, run, arguments)) for rank in range(ranks)
-        ]
+        children = [_processes.Process(target=_child, args=(rank, ranks, port, out, run, arguments)) for rank in range(ranks)]
         for child in children:
             child.start()
         found: list[tuple[str, Any]] = []

@@ -263,9 +263,11 @@ def test_a_message_longer_than_expected_arrives_whole():
         attachment = redsync.attach(model, optimizer, density=0.05, method="rgc")
         start, rests = attachment._channel.start, []
         if tight:
+
             def tightened(key, kind, payload, expected, limit):
                 attachment._channel._capacities[key] = 96 + 8 * len(rests)
                 return start(key, kind, payload, 100, limit)
+
             attachment._channel.start = tightened
             rest = attachment._channel.finish_rest
             attachment._channel.finish_rest = lambda some: (rests.append(sum(g.missing for g in some)), rest(some))

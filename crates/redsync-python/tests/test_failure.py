@@ -92,7 +92,7 @@ def test_a_peer_that_leaves_early_is_named():
 @pytest.mark.parametrize("value, word", [(float("nan"), "NaN"), (float("inf"), "inf")])
 def test_a_gradient_that_is_not_finite_stops_all_ranks_with_its_place(value, word):
     def run():
-        model, optimizer, attachment = setup()
+        model, optimizer, _ = setup()
         for number in range(4):
             inputs, labels = batch(number, VECTORS, 128)
             if number == 2 and dist.get_rank() == 1:
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_with_its_place(value, wor
 
 def test_after_a_failure_everything_says_the_same():
     def run():
-        model, optimizer, attachment = setup()
+        model, _, attachment = setup()
         inputs, labels = batch(0, VECTORS, 128)
         said = []
         for call in (

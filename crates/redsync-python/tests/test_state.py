@@ -11,7 +11,7 @@ import redsync
 import torch
 import torch.distributed as dist
 from models import VECTORS, ddp, mlp, step, weights
-from ranks import Failed, on_ranks, outcomes
+from ranks import on_ranks, outcomes
 
 
 def setup(**settings):
@@ -45,12 +45,15 @@ def load(parts, path):
     return int(ours["step"])
 
 
-@pytest.mark.parametrize("ranks, settings", [
-    (2, {}),
-    (3, {"method": "rgc", "warmup": 20}),  # killed while it is dense
-    (3, {"density": 0.01, "warmup": 4}),
-    (2, {"plan": "paper", "warmup": ("ramp", 3)}),
-])
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (2, {}),
+        (3, {"method": "rgc", "warmup": 20}),  # killed while it is dense
+        (3, {"density": 0.01, "warmup": 4}),
+        (2, {"plan": "paper", "warmup": ("ramp", 3)}),
+    ],
+)
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, ranks, settings):
     def run(kill):
         path = tmp_path / f"{dist.get_rank()}.pt"
@@ -106,8 +109,10 @@ def test_a_state_is_plain_tensors():
         torch.save(parts[3].state_dict(), buffer)
         buffer.seek(0)
         state = torch.load(buffer, weights_only=True)
-        shapes = {name: layer["v"].shape == dict(parts[0].module.named_parameters())[name].shape
-                  for name, layer in state["layers"].items()}
+        shapes = {
+            name: layer["v"].shape == dict(parts[0].module.named_parameters())[name].shape
+            for name, layer in state["layers"].items()
+        }
         return all(shapes.values()), sorted(shapes)
 
     assert on_ranks(2, run) == [(True, ["0.weight", "2.weight", "4.weight"])] * 2
@@ -127,18 +132,22 @@ def damaged(change):
             same = all(torch.equal(before["layers"][n][k], after["layers"][n][k]) for n in before["layers"] for k in "uv")
             return type(error).__name__, str(error), same and parts[3].step == 2
         return None
+
     return run
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda s: s.update(format="x"), "not a state of redsync"),
-    (lambda s: s.update(rank=1 - s["rank"]), "each rank loads its own"),
-    (lambda s: s.update(ranks=3), "pass the states of all 3 old ranks"),
-    (lambda s: s["layers"].pop("0.weight"), "not in both: 0.weight"),
-    (lambda s: s["layers"]["0.weight"].update(v=torch.zeros(3)), "0.weight: v of the state has another shape"),
-    (lambda s: s["layers"]["0.weight"]["u"].fill_(float("nan")), "or is not finite"),
-    (lambda s: s["layers"]["2.weight"].pop("u"), "only one of the state and the optimizer has momentum"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda s: s.update(format="x"), "not a state of redsync"),
+        (lambda s: s.update(rank=1 - s["rank"]), "each rank loads its own"),
+        (lambda s: s.update(ranks=3), "pass the states of all 3 old ranks"),
+        (lambda s: s["layers"].pop("0.weight"), "not in both: 0.weight"),
+        (lambda s: s["layers"]["0.weight"].update(v=torch.zeros(3)), "0.weight: v of the state has another shape"),
+        (lambda s: s["layers"]["0.weight"]["u"].fill_(float("nan")), "or is not finite"),
+        (lambda s: s["layers"]["2.weight"].pop("u"), "only one of the state and the optimizer has momentum"),
+    ],
+)
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, says):
     for kind, text, same in on_ranks(2, damaged(change)):
         assert kind == "UsageError" and says in text and same

@@ -22,24 +22,30 @@ def attach(make_model=lambda: ddp(mlp()), make_optimizer=sgd, **settings):
     return redsync.attach(model, make_optimizer(model), **settings)
 
 
-@pytest.mark.parametrize("arguments, says", [
-    ({"make_model": mlp}, "wrapped by DistributedDataParallel, not a Sequential"),
-    ({"make_model": lambda: ddp(mlp().double())}, "0.weight is of float64"),
-    ({"make_model": lambda: ddp(nn.Sequential(nn.Embedding(99, 9, sparse=True)))}, "make it with sparse=False"),
-    ({"make_optimizer": lambda m: torch.optim.Adam(m.parameters())}, "Adam is not supported: momentum is corrected for SGD"),
-    ({"make_optimizer": lambda m: torch.optim.AdamW(m.parameters())}, "use torch.optim.SGD"),
-    ({"make_optimizer": lambda m: sgd(m, dampening=0.1)}, "dampening"),
-    ({"density": 0.0}, "density 0 is not above 0 and at most 1"),
-    ({"density": 1.5}, "density 1.5"),
-    ({"method": "topk"}, "choose one of sgd, rgc, rgc+asq, rgc-naive"),
-    ({"plan": "best"}, "choose auto, paper"),
-    ({"plan": {"9.weight": "dense"}}, "9.weight, which the model does not have"),
-    ({"plan": {"0.weight": "some"}}, "0.weight: choose dense, or one of exact"),
-    ({"plan": {"4.weight": "carried+asq"}}, "4.weight is the output, which is never quantized"),
-    ({"output": "9.weight"}, "no parameter of the model"),
-    ({"warmup": ("slow", 3)}, "choose dense or ramp"),
-    ({"deadline": 0}, "deadline"),
-])
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ({"make_model": mlp}, "wrapped by DistributedDataParallel, not a Sequential"),
+        ({"make_model": lambda: ddp(mlp().double())}, "0.weight is of float64"),
+        ({"make_model": lambda: ddp(nn.Sequential(nn.Embedding(99, 9, sparse=True)))}, "make it with sparse=False"),
+        (
+            {"make_optimizer": lambda m: torch.optim.Adam(m.parameters())},
+            "Adam is not supported: momentum is corrected for SGD",
+        ),
+        ({"make_optimizer": lambda m: torch.optim.AdamW(m.parameters())}, "use torch.optim.SGD"),
+        ({"make_optimizer": lambda m: sgd(m, dampening=0.1)}, "dampening"),
+        ({"density": 0.0}, "density 0 is not above 0 and at most 1"),
+        ({"density": 1.5}, "density 1.5"),
+        ({"method": "topk"}, "choose one of sgd, rgc, rgc+asq, rgc-naive"),
+        ({"plan": "best"}, "choose auto, paper"),
+        ({"plan": {"9.weight": "dense"}}, "9.weight, which the model does not have"),
+        ({"plan": {"0.weight": "some"}}, "0.weight: choose dense, or one of exact"),
+        ({"plan": {"4.weight": "carried+asq"}}, "4.weight is the output, which is never quantized"),
+        ({"output": "9.weight"}, "no parameter of the model"),
+        ({"warmup": ("slow", 3)}, "choose dense or ramp"),
+        ({"deadline": 0}, "deadline"),
+    ],
+)
 def test_what_cannot_work_is_refused_with_a_sentence(arguments, says):
     for kind, text in outcomes(2, lambda: attach(**arguments)):
         assert kind == "UsageError" and says in text.splitlines()[0], text
@@ -90,13 +96,19 @@ def test_step_with_a_closure_is_refused():
         assert kind == "UsageError" and "closure" in text
 
 
-@pytest.mark.parametrize("settings, says", [
-    (lambda rank: {"density": 0.001 * (1 + rank)}, "density is 0.002 there, 0.001 here"),
-    (lambda rank: {"method": ["rgc", "rgc+asq"][rank]}, "method is rgc+asq there, rgc here"),
-    (lambda rank: {"warmup": rank}, "warm_up is"),
-    (lambda rank: {"plan": [{}, {"0.weight": "dense"}][rank]}, "the choice for 0.weight is dense there, carried+asq here"),
-    (lambda rank: {"make_optimizer": lambda m: sgd(m, momentum=[0.9, 0.8][rank])}, "the momentum of 0.weight is"),
-])
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        (lambda rank: {"density": 0.001 * (1 + rank)}, "density is 0.002 there, 0.001 here"),
+        (lambda rank: {"method": ["rgc", "rgc+asq"][rank]}, "method is rgc+asq there, rgc here"),
+        (lambda rank: {"warmup": rank}, "warm_up is"),
+        (
+            lambda rank: {"plan": [{}, {"0.weight": "dense"}][rank]},
+            "the choice for 0.weight is dense there, carried+asq here",
+        ),
+        (lambda rank: {"make_optimizer": lambda m: sgd(m, momentum=[0.9, 0.8][rank])}, "the momentum of 0.weight is"),
+    ],
+)
 def test_ranks_that_run_different_settings_are_refused_everywhere(settings, says):
     found = outcomes(2, lambda: attach(**settings(dist.get_rank())))
     assert [kind for kind, _ in found] == ["MismatchError"] * 2
@@ -136,8 +148,14 @@ def test_the_plan_treats_layers_as_ruled():
         return [{layer.name: layer.choice for layer in each.stats().layers} for each in (plain, tied)]
 
     for plain, tied in on_ranks(2, run):
-        assert plain == {"0.weight": "carried+asq", "0.bias": "dense", "2.weight": "trimmed", "2.bias": "dense",
-                         "4.weight": "carried", "4.bias": "dense"}
+        assert plain == {
+            "0.weight": "carried+asq",
+            "0.bias": "dense",
+            "2.weight": "trimmed",
+            "2.bias": "dense",
+            "4.weight": "carried",
+            "4.bias": "dense",
+        }
         assert tied == {"encoder.weight": "carried", "body.weight": "carried+asq", "body.bias": "dense"}
 
 

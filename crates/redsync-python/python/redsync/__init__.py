@@ -10,7 +10,8 @@ One call, and each rank sends the 0.1% largest entries of an accumulated residua
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 

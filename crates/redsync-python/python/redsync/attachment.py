@@ -17,10 +17,12 @@ import logging
 import time
 import warnings
 import weakref
-from typing import Any, Literal, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _redsync
@@ -179,9 +181,7 @@ class Attachment:
         self._meter = Meter(self._names, choices, sizes, [p.element_size() for p in self._parameters])
         self._watch = Watch(str(channel.group.group_name), channel.rank, channel.size, grace)
         self._staging = Staging(device)
-        self._exchange = Exchange(
-            self._layers, sizes, bits, small, channel, self._watch, self._meter, self._staging, deadline
-        )
+        self._exchange = Exchange(self._layers, sizes, bits, small, channel, self._watch, self._meter, self._staging, deadline)
         self._number = 0
         self._step: Step | None = None
         self._warned = False
@@ -213,16 +213,12 @@ class Attachment:
             self._momenta = [(float(group["momentum"]), bool(group["nesterov"])) for group in chosen]
             rank, ranks = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
             undo = self._scaler is not None
-            self._layers = _redsync.Layers(
-                layers, self._momenta, rank=rank, ranks=ranks, undo=undo, threads=threads, **settings
-            )
+            self._layers = _redsync.Layers(layers, self._momenta, rank=rank, ranks=ranks, undo=undo, threads=threads, **settings)
         except ValueError as error:
             return str(error)
         return None
 
-    def _describe(
-        self, last: str | None, asked: str | None, groups: Mapping[torch.Tensor, Any]
-    ) -> list[tuple[str, int, str]]:
+    def _describe(self, last: str | None, asked: str | None, groups: Mapping[torch.Tensor, Any]) -> list[tuple[str, int, str]]:
         if asked is not None and asked not in self._names:
             raise UsageError(f"output={asked!r} is no parameter of the model that is trained")
         layers = []
@@ -267,7 +263,7 @@ class Attachment:
 
     # Called by DDP and autograd, during the backward pass.
 
-    def _take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._exchange.check()
         if self._step is None or bucket.index() == 0:
             self._begin()
@@ -278,15 +274,13 @@ class Attachment:
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise UsageError("sparse gradients cannot be compressed; make embeddings with sparse=False")
-        devices = [buffer.device] if buffer.device.type == "cuda" else []
+        devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type == "cuda" else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         parts = self._parts(bucket, buffer)
-        self._exchange.submit(
-            Bucket(step, bucket.index(), parts, buffer, future, bucket.is_last(), self._staging.mark())
-        )
+        self._exchange.submit(Bucket(step, bucket.index(), parts, buffer, future, bucket.is_last(), self._staging.mark()))
         return future
 
-    def _parts(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> list[Part]:
+    def _parts(self, bucket: GradBucket, buffer: torch.Tensor) -> list[Part]:
         parts, begin = [], 0
         for parameter in bucket.parameters():
             number, size = self._numbers[parameter], parameter.numel()
@@ -423,7 +417,9 @@ class Attachment:
         if state.get("format") != FORMAT:
             raise UsageError(f"this is not a state of redsync in the format {FORMAT}")
         if state["rank"] != self._channel.rank:
-            raise UsageError(f"this is the state of rank {state['rank']}, not of rank {self._channel.rank}: each rank loads its own")
+            raise UsageError(
+                f"this is the state of rank {state['rank']}, not of rank {self._channel.rank}: each rank loads its own"
+            )
         ours, theirs = {self._names[n] for n in self._compressed}, set(state["layers"])
         if ours != theirs:
             raise UsageError(f"the state compresses other layers; not in both: {', '.join(sorted(ours ^ theirs))}")
@@ -469,7 +465,7 @@ def _close(exchange: Exchange, watch: Watch, channel: Channel) -> None:
     channel.close()
 
 
-def _hook(state, bucket):  # DDP wants these names, and no annotations that it does not know
+def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants these names, and no annotations that it does not know
     return state._take(bucket)
 
 
@@ -503,4 +499,3 @@ def of(model: torch.nn.Module | None = None) -> Attachment:
     if len(_attached) != 1:
         raise UsageError(f"redsync is attached to {len(_attached)} models; say which one")
     return next(iter(_attached.values()))
-

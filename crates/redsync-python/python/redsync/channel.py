@@ -11,8 +11,8 @@ be longer, all ranks see that in the same collective, and fetch the rest in anot
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,9 @@ class Channel:
         timeout = datetime.timedelta(seconds=patience)
         # With MPI all ranks of the world have to make every group together.
         local = "mpi" not in backend
-        self.group = dist.new_group(ranks, timeout, backend, use_local_synchronization=local)
+        group = dist.new_group(ranks, timeout, backend, use_local_synchronization=local)
+        assert isinstance(group, dist.ProcessGroup)  # a member of the model's group is one of this
+        self.group = group
         self.rank: int = dist.get_rank(self.group)
         self.size: int = dist.get_world_size(self.group)
         # NCCL carries nothing but tensors of a GPU.

@@ -14,11 +14,12 @@ together at its end, in a buffer whose order never changes.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -117,8 +118,8 @@ class Exchange:
         self._channel, self._watch, self._meter, self._staging = channel, watch, meter, staging
         self._patience = patience
         self._small = torch.zeros(sum(sizes[layer] for layer in small), device=staging.device)
-        parts = self._small.split([sizes[layer] for layer in small]) if small else ()
-        self._small_of = dict(zip(small, parts))
+        ends = list(itertools.accumulate((sizes[layer] for layer in small), initial=0))
+        self._small_of = {layer: self._small[begin:end] for layer, begin, end in zip(small, ends, ends[1:])}
         self._outbox: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._failure: Error | None = None
@@ -320,5 +321,5 @@ class Exchange:
         if step is not None:
             for bucket in list(step.buckets):
                 if not bucket.future.done():
-                    bucket.future.set_exception(error)
+                    bucket.future.set_exception(error)  # type: ignore[arg-type]
             step.done.set()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import ContextManager
 
 import torch
 
@@ -25,13 +24,13 @@ class Staging:
                 "redsync compresses on the host for now: gradients are copied there and back through pinned memory",
                 stacklevel=4,
             )
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> object:
         """The moment from which the gradients that were computed so far can be read."""
         return torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
 
-    def stream(self, ready: object) -> ContextManager[object]:
+    def stream(self, ready: object) -> contextlib.AbstractContextManager[object]:
         """Work inside happens on the stream of this model, after `ready`."""
         if self._stream is None:
             return contextlib.nullcontext()

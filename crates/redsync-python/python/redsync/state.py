@@ -6,7 +6,8 @@ sums over the ranks of u and of v stay what they were, whatever the number of ra
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -71,7 +72,9 @@ def reshare(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> Mappi
         raise UsageError("the states are of different layers")
     if len(old) == ranks:
         return old[rank]
-    layers = {name: _share([state["layers"][name] for state in old[rank::ranks]], old[0]["layers"][name]) for name in old[0]["layers"]}
+    layers = {
+        name: _share([state["layers"][name] for state in old[rank::ranks]], old[0]["layers"][name]) for name in old[0]["layers"]
+    }
     return {**old[0], "rank": rank, "ranks": ranks, "layers": layers}
 
 

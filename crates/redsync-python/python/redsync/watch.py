@@ -30,7 +30,7 @@ class Watch:
         # The default store is shared with whoever waits in it, for minutes perhaps; a clone has a connection of its own.
         store = dist.distributed_c10d._get_default_store().clone()
         store.set_timeout(datetime.timedelta(seconds=grace))
-        self._store = dist.PrefixStore(f"redsync/{name}", store)
+        self._store = dist.distributed_c10d.PrefixStore(f"redsync/{name}", store)
         self._lock = threading.Lock()
         self._say("alive")
         self._thread = threading.Thread(target=self._beat, name="redsync-watch", daemon=True)
@@ -68,8 +68,8 @@ class Watch:
             ranks = () if not held or self._rank == 0 else (0,)
             who = "rank 0 does not answer" if ranks else "a rank does not answer"
             return PeerError(f"{who}: neither the exchange ({cause}) nor the store{held} ({_line(error)})", ranks)
-        why, ranks = found
-        return PeerError(f"{why} ({cause})", tuple(ranks))
+        why, missing = found
+        return PeerError(f"{why} ({cause})", tuple(missing))
 
     def _beat(self) -> None:
         while not self._stop.wait(self._interval):
