@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 BATCH = 8
 SETTLE = 4
 """Steps before the measured ones: DDP builds its buckets anew, PowerSGD begins with dense steps."""
-SECONDS = 25.0
+SECONDS = 15.0
 """About how long one hook is measured, if its steps are slow."""
 
 

@@ -296,7 +296,10 @@ class Attachment:
         density = self._layers.begin(self._number)
         scale = None if self._scaler is None else float(self._scaler.get_scale())
         if density is not None:
-            self._move_momentum()
+            try:
+                self._move_momentum()
+            except ValueError as error:
+                raise UsageError(str(error)) from None
         if self._compressed_now and not self._steps.taken and not self._warned:
             self._warned = True
             warnings.warn(
