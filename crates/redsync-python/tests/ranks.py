@@ -10,7 +10,7 @@ import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,27 +45,36 @@ def _child(rank: int, ranks: int, port: int, out: pathlib.Path, run: Callable[..
     os._exit(0)
 
 
-def outcomes(ranks: int, run: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> list[tuple[str, Any]]:
-    """What every rank returned as ("ok", value), or the name of what it raised with its text; ("dead", signal) if killed."""
+def outcomes(
+    ranks: int, run: Callable[..., Any], *arguments: Any, limit: float = 120.0, stopped: Sequence[int] = ()
+) -> list[tuple[str, Any]]:
+    """What every rank returned as ("ok", value), or the name of what it raised with its text; ("dead", signal) if killed.
+
+    `stopped` ranks do not end by themselves, and are killed when all others have.
+    """
     with tempfile.TemporaryDirectory() as name:
         out, port = pathlib.Path(name), _free_port()
         children = [_processes.Process(target=_child, args=(rank, ranks, port, out, run, arguments)) for rank in range(ranks)]
         for child in children:
             child.start()
-        found: list[tuple[str, Any]] = []
-        for rank, child in enumerate(children):
-            child.join(limit)
-            if child.is_alive():
-                for other in children:
-                    other.kill()
-                raise Failed(f"rank {rank} of {ranks} still ran after {limit} seconds")
-        for rank, child in enumerate(children):
-            path = out / f"{rank}.pt"
-            if path.exists():
-                found.append(torch.load(path, weights_only=False))
-            else:
-                found.append(("dead", signal.Signals(-child.exitcode).name if child.exitcode else "?"))
-        return found
+        try:
+            for rank in sorted(range(ranks), key=lambda rank: rank in stopped):
+                if rank in stopped:
+                    children[rank].kill()
+                children[rank].join(limit)
+                if children[rank].is_alive():
+                    raise Failed(f"rank {rank} of {ranks} still ran after {limit} seconds")
+        finally:
+            for child in children:
+                child.kill()
+        return [_outcome(child, out / f"{rank}.pt") for rank, child in enumerate(children)]
+
+
+def _outcome(child: Any, path: pathlib.Path) -> tuple[str, Any]:
+    if path.exists():
+        kind, value = torch.load(path, weights_only=False)
+        return kind, value
+    return "dead", signal.Signals(-child.exitcode).name if child.exitcode else "?"
 
 
 def on_ranks(ranks: int, run: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> list[Any]:

@@ -313,9 +313,10 @@ class Attachment:
 
     def _move_momentum(self) -> None:
         """Compressors follow the momentum of the user's groups; what the optimizer has gathered becomes theirs, once."""
+        compressed = set(self._compressed)
         for parameter, group in self._steps.groups():
             number = self._numbers.get(parameter)
-            if number is None or number not in self._compressed_set:
+            if number is None or number not in compressed:
                 continue
             now = (float(group["momentum"]), bool(group["nesterov"]))
             if now != self._momenta[number]:
@@ -325,10 +326,6 @@ class Attachment:
             if buffer is not None and number in self._fresh:
                 self._layers.adopt_momentum(number, flat_like(buffer, parameter), self._channel.size)
         self._fresh.clear()
-
-    @property
-    def _compressed_set(self) -> frozenset[int]:
-        return frozenset(self._compressed)
 
     def _finish(self) -> None:
         """The backward pass has ended, but for what is under way."""
