@@ -152,6 +152,16 @@ impl Compressor {
         self.config.density = density;
     }
 
+    /// Changes the coefficient of the momentum between steps; its form, plain or Nesterov, stays. Returns false, and changes
+    /// nothing, if the form is another or the coefficient is not at least 0 and below 1.
+    pub fn set_momentum(&mut self, momentum: Momentum) -> bool {
+        let done = (0.0..1.0).contains(&momentum.coefficient()) && self.residual.set_momentum(momentum);
+        if done {
+            self.config.momentum = momentum;
+        }
+        done
+    }
+
     /// The signs that compete at a step.
     pub fn phase(&self, step: u64) -> Phase {
         self.config.values.phase(step)
@@ -195,6 +205,26 @@ impl Compressor {
         selector.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
         self.take_out(values, masking, phase, workspace);
         Ok(())
+    }
+
+    /// Adds an empty message in the place of a gradient that does not exist at this step; u and v stay as they are.
+    ///
+    /// ```
+    /// use redsync_core::{Compressor, Config, FrameWriter, Sparse, Values, Workspace, wire::Frame};
+    /// let config = Config { values: Values::Asq, ..Config::default() };
+    /// let layer = Compressor::new(0, "unused", 4, config)?;
+    /// let (mut workspace, mut frame, mut received) = (Workspace::new(1), FrameWriter::new(), Sparse::new());
+    /// frame.begin(0, 0);
+    /// layer.skip(0, &mut workspace, &mut frame);
+    /// for message in Frame::parse(frame.finish())?.messages() {
+    ///     message?.decode(0, 4, layer.phase(0), &mut received)?;
+    /// }
+    /// assert!(received.is_empty());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn skip(&self, step: u64, workspace: &mut Workspace, frame: &mut FrameWriter) {
+        workspace.message.clear(self.n, self.phase(step));
+        self.encode(&workspace.message, frame);
     }
 
     /// The second half of [`Compressor::compress`]: adds a sparse vector of this layer to a frame.

@@ -130,6 +130,32 @@ impl Residual {
         true
     }
 
+    /// Changes the coefficient of the momentum, as schedules do; its form stays. u is made where there was none, and in the
+    /// Nesterov form, where it is the coefficient times the usual buffer, it is rescaled. Returns false, and changes
+    /// nothing, if the form is another than before.
+    pub fn set_momentum(&mut self, momentum: Momentum) -> bool {
+        let (old, new) = (self.momentum.coefficient(), momentum.coefficient());
+        let other = std::mem::discriminant(&self.momentum) != std::mem::discriminant(&momentum);
+        if self.momentum == momentum || (self.u.is_empty() && new == 0.0) {
+            return true;
+        }
+        if !self.u.is_empty() && other {
+            return false;
+        }
+        if self.u.is_empty() {
+            self.u = Field::zeros(self.v.len());
+            if let Some(before) = &mut self.before {
+                before.u = Field::zeros(self.v.len());
+            }
+        } else if matches!(momentum, Momentum::Nesterov(_)) {
+            let factor = if old == 0.0 { 0.0 } else { new / old };
+            self.u.iter_mut().for_each(|u| *u *= factor);
+        }
+        self.momentum = momentum;
+        self.forget_before();
+        true
+    }
+
     /// Accumulates `scale` times the gradient, and in the same pass collects in the workspace what the selection wants to
     /// know of the result.
     pub(crate) fn accumulate(
@@ -191,12 +217,17 @@ impl Residual {
             return;
         }
         let (momentum, mut no_u) = (self.momentum, 0.0);
+        let nesterov = matches!(momentum, Momentum::Nesterov(_));
         for i in 0..self.v.len() {
             let g = gradient.get(i).unwrap_or(0.0) * scale;
             let (u, v) = (self.u.get_mut(i).unwrap_or(&mut no_u), &mut self.v[i]);
             let m = momentum.coefficient();
             (*u, *v) = match momentum {
                 Momentum::None => (0.0, *v - g),
+                // Nothing is left of the momentum before a step with coefficient 0.
+                Momentum::Plain(0.0) | Momentum::Nesterov(0.0) => {
+                    (0.0, *v - *u - if nesterov { g } else { 0.0 })
+                }
                 Momentum::Plain(_) => ((*u - g) / m, *v - *u),
                 Momentum::Nesterov(_) => (*u / m - g, *v - (*u + g)),
             };

@@ -220,3 +220,39 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_momentum_that_changes_is_that_of_dense_sgd() {
+    type Form = fn(f32) -> Momentum;
+    let gradients = |step: usize| [0.5, -0.25, 1.0].map(|g: f32| g * (1.0 + step as f32).sin());
+    for form in [Momentum::Plain as Form, Momentum::Nesterov as Form] {
+        let coefficients = [0.9f32, 0.9, 0.5, 0.5, 0.8, 0.95, 0.95];
+        let mut layer = Compressor::new(0, "l", 3, everything(form(0.9), false)).unwrap();
+        let (mut workspace, mut w) = (Workspace::new(1), vec![1f32; 3]);
+        let (mut expected, mut b) = (vec![1f64; 3], vec![0f64; 3]);
+        for (step, m) in coefficients.into_iter().enumerate() {
+            assert!(layer.set_momentum(form(m)));
+            let message = send(&mut layer, step as u64, &gradients(step), 1.0, &mut workspace);
+            apply::add(&mut w, &[message], -LR, &mut workspace).unwrap();
+            for (i, g) in gradients(step).map(f64::from).into_iter().enumerate() {
+                b[i] = f64::from(m) * b[i] + g;
+                let nesterov = matches!(form(m), Momentum::Nesterov(_));
+                expected[i] -= f64::from(LR) * if nesterov { g + f64::from(m) * b[i] } else { b[i] };
+            }
+        }
+        assert!(close(&[w], &[expected]), "{:?}", form(0.9));
+    }
+}
+
+#[test]
+fn momentum_can_begin_late_but_not_change_its_form() {
+    let mut layer = Compressor::new(0, "l", 3, everything(Momentum::None, false)).unwrap();
+    assert!(layer.residual().u().is_empty());
+    assert!(layer.set_momentum(Momentum::Plain(0.0)) && layer.residual().u().is_empty());
+    assert!(layer.set_momentum(Momentum::Plain(0.5)) && layer.residual().u().len() == 3);
+    assert!(layer.set_momentum(Momentum::Plain(0.0)));
+    for refused in [Momentum::Nesterov(0.5), Momentum::Plain(1.0), Momentum::Plain(f32::NAN)] {
+        assert!(!layer.set_momentum(refused), "{refused:?}");
+    }
+    assert_eq!(layer.config().momentum, Momentum::Plain(0.0));
+}

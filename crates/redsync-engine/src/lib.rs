@@ -45,7 +45,7 @@ pub mod measure;
 pub mod models;
 mod names;
 mod pipeline;
-mod plan;
+pub mod plan;
 mod replica;
 mod source;
 pub mod state;

@@ -91,7 +91,7 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
 }
 
 /// The compressor of a layer, if it is compressed.
-pub(crate) fn compressor(
+pub fn compressor(
     number: usize,
     layer: &Layer,
     choice: Choice,

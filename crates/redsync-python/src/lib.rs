@@ -1,0 +1,28 @@
+//! The native half of the Python package `redsync`: everything that touches every element of a gradient.
+//!
+//! ```text
+//! hook --> Layers::compress --> bytes --> (process group of PyTorch) --> Layers::fill --> averaged gradient
+//! ```
+//!
+//! The Python half, `python/redsync`, talks to PyTorch: hooks, threads, collectives, optimizer. It never looks into a
+//! message, and this half never talks to a network.
+
+mod layers;
+mod memory;
+
+use pyo3::prelude::*;
+
+/// What PyTorch's gradients are compressed with; the package `redsync` is its user.
+#[pymodule]
+mod _redsync {
+    #[pymodule_export]
+    use crate::layers::{Layers, RefusedGradient, RefusedMessage, replica_hash};
+
+    /// The version of the package.
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    /// The version of the messages.
+    #[pymodule_export]
+    const WIRE_VERSION: u16 = redsync_core::wire::VERSION;
+}

@@ -1,0 +1,138 @@
+"""What breaks, and what every rank says then."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import redsync
+import torch
+import torch.distributed as dist
+from models import VECTORS, batch, ddp, mlp, step
+from ranks import outcomes
+from torch import nn
+
+DEADLINE = 8.0
+
+
+def setup(**settings):
+    # Without buffers, DDP's own group is silent, and the exchange is the first to notice.
+    model = ddp(mlp(), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, optimizer, redsync.attach(model, optimizer, **{"deadline": DEADLINE, **settings})
+
+
+def train_until_it_breaks(victim, end):
+    model, optimizer, _ = setup()
+    for number in range(5):
+        if number == 3 and dist.get_rank() == victim:
+            os.kill(os.getpid(), end)
+        try:
+            step(model, optimizer, number, VECTORS, 128)
+        except redsync.PeerError as error:
+            return str(error), error.ranks
+    return None
+
+
+@pytest.mark.parametrize("ranks, victim", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_frozen_peer_is_named_by_every_survivor(ranks, victim, end):
+    stopped = [victim] if end == signal.SIGSTOP else []
+    found = outcomes(ranks, train_until_it_breaks, victim, end, limit=60, stopped=stopped)
+    assert found.pop(victim) == ("dead", "SIGKILL")
+    for kind, value in found:
+        assert kind == "ok", value
+        text, named = value
+        assert named == (victim,), text
+        assert f"rank {victim}" in text and "step 3" in text
+
+
+def test_a_peer_that_leaves_early_is_named():
+    def run():
+        model, optimizer, _ = setup()
+        for number in range(5):
+            if number == 3 and dist.get_rank() == 1:
+                return "left"
+            step(model, optimizer, number, VECTORS, 128)
+
+    (kind, text), (other, _) = outcomes(2, run)
+    assert (kind, other) == ("PeerError", "ok") and "rank 1 left" in text
+
+
+@pytest.mark.parametrize("value, word", [(float("nan"), "NaN"), (float("inf"), "inf")])
+def test_a_gradient_that_is_not_finite_stops_all_ranks_with_its_place(value, word):
+    def run():
+        model, optimizer, _ = setup()
+        for number in range(4):
+            inputs, labels = batch(number, VECTORS, 128)
+            if number == 2 and dist.get_rank() == 1:
+                model.module[2].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), value))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+
+    found = outcomes(3, run)
+    for rank, (kind, text) in enumerate(found):
+        assert kind == "GradientError", text
+        assert ("this rank" if rank == 1 else "rank 1") in text
+        assert f"layer 2.weight, step 2: the gradient is {word} at element 1536" in text
+
+
+def test_after_a_failure_everything_says_the_same():
+    def run():
+        model, _, attachment = setup()
+        inputs, labels = batch(0, VECTORS, 128)
+        said = []
+        for call in (
+            lambda: (nn.functional.cross_entropy(model(inputs), labels) * float("nan")).backward(),
+            attachment.state_dict,
+            attachment.check_replicas,
+        ):
+            try:
+                call()
+            except redsync.Error as error:
+                said.append(str(error))
+        return said
+
+    for kind, said in outcomes(2, run):
+        assert kind == "ok" and len(said) == 3 and len(set(said)) == 1, said
+
+
+def test_damaged_bytes_are_refused_and_name_the_rank():
+    def run():
+        model, optimizer, attachment = setup()
+        start = attachment._channel.start
+
+        def damaging(key, kind, payload, expected, limit):
+            if dist.get_rank() == 1 and attachment.step == 2:
+                payload = payload[:40] + bytes([payload[40] ^ 1]) + payload[41:]
+            return start(key, kind, payload, expected, limit)
+
+        attachment._channel.start = damaging
+        before = None
+        for number in range(4):
+            before = attachment.stats().step
+            step(model, optimizer, number, VECTORS, 128)
+        return before
+
+    for kind, text in outcomes(2, run):
+        assert kind == "PeerError" and "frame of rank 1" in text and "checksum" in text, text
+
+
+def test_a_message_of_an_absurd_length_is_refused_before_memory_is_taken():
+    def run():
+        model, optimizer, attachment = setup()
+        gather = attachment._channel._gather
+
+        def lying(into, block):
+            if dist.get_rank() == 1 and attachment.step == 1:
+                block[:8].view(torch.int64).fill_(1 << 60)
+            return gather(into, block)
+
+        attachment._channel._gather = lying
+        for number in range(3):
+            step(model, optimizer, number, VECTORS, 128)
+
+    for kind, text in outcomes(2, run):
+        assert kind == "PeerError" and "rank 1 sent a message of" in text, text

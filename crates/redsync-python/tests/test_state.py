@@ -1,0 +1,165 @@
+"""Checkpoints: to the bit, on the same number of ranks; to the sum, on another."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+
+import pytest
+import redsync
+import torch
+import torch.distributed as dist
+from models import VECTORS, ddp, mlp, step, weights
+from ranks import on_ranks, outcomes
+
+
+def setup(**settings):
+    model = ddp(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    return model, optimizer, scheduler, redsync.attach(model, optimizer, **settings)
+
+
+def train(parts, numbers):
+    model, optimizer, scheduler, _ = parts
+    for number in numbers:
+        step(model, optimizer, number, VECTORS, 128)
+        scheduler.step()
+
+
+def save(parts, path):
+    model, optimizer, scheduler, attachment = parts
+    state = [model.module.state_dict(), optimizer.state_dict(), scheduler.state_dict(), attachment.state_dict()]
+    torch.save(state, f"{path}.new")
+    os.replace(f"{path}.new", path)
+
+
+def load(parts, path):
+    model, optimizer, scheduler, attachment = parts
+    net, sgd, schedule, ours = torch.load(path, weights_only=True)
+    model.module.load_state_dict(net)
+    optimizer.load_state_dict(sgd)
+    scheduler.load_state_dict(schedule)
+    attachment.load_state_dict(ours)
+    return int(ours["step"])
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (2, {}),
+        (3, {"method": "rgc", "warmup": 20}),  # killed while it is dense
+        (3, {"density": 0.01, "warmup": 4}),
+        (2, {"plan": "paper", "warmup": ("ramp", 3)}),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path, ranks, settings):
+    def run(kill):
+        path = tmp_path / f"{dist.get_rank()}.pt"
+        parts = setup(**settings)
+        begin = load(parts, path) if path.exists() else 0
+        for number in range(begin, 24):
+            train(parts, [number])
+            if number == 9:
+                save(parts, path)
+            if kill and number == 14:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return weights(parts[0]), parts[3].state_dict()
+
+    whole = on_ranks(ranks, run, False)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert outcomes(ranks, run, True) == [("dead", "SIGKILL")] * ranks
+    resumed = on_ranks(ranks, run, False)
+    for (a, one), (b, other) in zip(whole, resumed):
+        assert all(torch.equal(x, y) for x, y in zip(a, b))
+        for name, layer in one["layers"].items():
+            assert all(torch.equal(tensor, other["layers"][name][key]) for key, tensor in layer.items())
+
+
+@pytest.mark.parametrize("new", [1, 2, 4])
+def test_another_number_of_ranks_keeps_the_sums(tmp_path, new):
+    def first():
+        parts = setup(method="rgc")
+        train(parts, range(6))
+        save(parts, tmp_path / f"{dist.get_rank()}.pt")
+        return parts[3].state_dict()["layers"]
+
+    def second():
+        parts = setup(method="rgc")
+        parts[3].load_state_dict([torch.load(tmp_path / f"{rank}.pt", weights_only=True)[3] for rank in range(3)])
+        found = parts[3].state_dict()["layers"]
+        train(parts, range(6, 8))
+        parts[3].check_replicas()
+        return found
+
+    before, after = on_ranks(3, first), on_ranks(new, second)
+    for name in before[0]:
+        for key in "uv":
+            old = sum(layers[name][key].double() for layers in before)
+            torch.testing.assert_close(sum(layers[name][key].double() for layers in after), old, rtol=0, atol=1e-7)
+
+
+def test_a_state_is_plain_tensors():
+    def run():
+        parts = setup()
+        train(parts, range(2))
+        buffer = io.BytesIO()
+        torch.save(parts[3].state_dict(), buffer)
+        buffer.seek(0)
+        state = torch.load(buffer, weights_only=True)
+        shapes = {
+            name: layer["v"].shape == dict(parts[0].module.named_parameters())[name].shape
+            for name, layer in state["layers"].items()
+        }
+        return all(shapes.values()), sorted(shapes)
+
+    assert on_ranks(2, run) == [(True, ["0.weight", "2.weight", "4.weight"])] * 2
+
+
+def damaged(change):
+    def run():
+        parts = setup()
+        train(parts, range(2))
+        state = parts[3].state_dict()
+        before = parts[3].state_dict()
+        change(state)
+        try:
+            parts[3].load_state_dict(state)
+        except redsync.Error as error:
+            after = parts[3].state_dict()
+            same = all(torch.equal(before["layers"][n][k], after["layers"][n][k]) for n in before["layers"] for k in "uv")
+            return type(error).__name__, str(error), same and parts[3].step == 2
+        return None
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda s: s.update(format="x"), "not a state of redsync"),
+        (lambda s: s.update(rank=1 - s["rank"]), "each rank loads its own"),
+        (lambda s: s.update(ranks=3), "pass the states of all 3 old ranks"),
+        (lambda s: s["layers"].pop("0.weight"), "not in both: 0.weight"),
+        (lambda s: s["layers"]["0.weight"].update(v=torch.zeros(3)), "0.weight: v of the state has another shape"),
+        (lambda s: s["layers"]["0.weight"]["u"].fill_(float("nan")), "or is not finite"),
+        (lambda s: s["layers"]["2.weight"].pop("u"), "only one of the state and the optimizer has momentum"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, says):
+    for kind, text, same in on_ranks(2, damaged(change)):
+        assert kind == "UsageError" and says in text and same
+
+
+def test_one_rank_with_a_bad_state_stops_all():
+    def run():
+        parts = setup()
+        state = parts[3].state_dict()
+        if dist.get_rank() == 1:
+            state["format"] = "x"
+        parts[3].load_state_dict(state)
+
+    (one, text), (other, _) = outcomes(2, run)
+    assert (one, other) == ("MismatchError", "UsageError") and "rank 1" in text

@@ -1,0 +1,149 @@
+"""What training gives: the same as DDP where nothing is left out, and the same on every rank always."""
+
+from __future__ import annotations
+
+import pytest
+import redsync
+import torch
+from models import IMAGES, VECTORS, cnn, ddp, mlp, step, weights
+from ranks import on_ranks
+
+LOSSLESS = {"density": 1.0, "method": "rgc", "masking": False, "dense_below": 0}
+
+
+def train(steps, momentum, nesterov, settings, make=cnn, shape=IMAGES, classes=10, decay=0.0, **options):
+    model = ddp(make(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum, nesterov=nesterov, weight_decay=decay)
+    attachment = redsync.attach(model, optimizer, **settings) if settings is not None else None
+    losses = [step(model, optimizer, number, shape, classes) for number in range(steps)]
+    found = attachment.check_replicas() if attachment else None
+    return losses, weights(model), found
+
+
+@pytest.mark.parametrize("momentum, nesterov", [(0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize("view", [False, True])
+def test_density_one_is_ddp_with_sgd(momentum, nesterov, view):
+    dense = on_ranks(2, lambda: train(50, momentum, nesterov, None))
+    ours = on_ranks(2, lambda: train(50, momentum, nesterov, LOSSLESS, gradient_as_bucket_view=view))
+    for (_, theirs, _), (_, mine, _) in zip(dense, ours):
+        for a, b in zip(theirs, mine):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["rgc", "rgc+asq"])
+def test_replicas_are_bit_identical_after_500_steps(method):
+    settings = {"density": 0.001, "method": method}
+    found = on_ranks(2, lambda: train(500, 0.9, True, settings, mlp, VECTORS, 128))
+    assert found[0][2] == found[1][2]
+    losses = found[0][0]
+    assert sum(losses[-50:]) < sum(losses[:50])
+
+
+def test_replicas_are_bit_identical_on_four_ranks():
+    found = on_ranks(4, lambda: train(40, 0.9, False, {"density": 0.01, "warmup": 10}, decay=1e-3))
+    assert len({hash for _, _, hash in found}) == 1
+
+
+def test_momentum_is_applied_once():
+    """A constant gradient of 1 and momentum m move a weight by lr * (1 - m^t) / (1 - m) at step t, and by no more."""
+
+    def run():
+        layer = torch.nn.Linear(256, 256, bias=False)
+        with torch.no_grad():
+            layer.weight.zero_()
+        model = ddp(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        redsync.attach(model, optimizer, **LOSSLESS)
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+            found.append(float(layer.weight[3, 5].detach()))
+        return found, [bool(state) for state in optimizer.state.values()]
+
+    for found, state in on_ranks(2, run):
+        assert found == [-1.0, -2.5, -4.25, -6.125]
+        assert not any(state), "the optimizer keeps momentum of a compressed layer"
+
+
+def test_weight_decay_is_as_strong_as_with_momentum():
+    def run():
+        layer = torch.nn.Linear(256, 256, bias=False)
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+        model = ddp(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        redsync.attach(model, optimizer, method="rgc")
+        model(torch.zeros(1, 256)).sum().backward()
+        optimizer.step()
+        return float(layer.weight[0, 0].detach())
+
+    expected = float(torch.tensor(1.0) * (1 - 0.1 * 0.01 / (1 - 0.9)))
+    assert on_ranks(2, run) == [expected] * 2
+
+
+def test_schedulers_keep_working_on_the_users_groups():
+    def run():
+        model = ddp(mlp())
+        groups = [{"params": list(model.module[0].parameters()), "lr": 0.5}, {"params": list(model.module[2:].parameters())}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+        before = [len(group["params"]) for group in optimizer.param_groups]
+        redsync.attach(model, optimizer)
+        for number in range(4):
+            step(model, optimizer, number, VECTORS, 128)
+            scheduler.step()
+        return before == [len(group["params"]) for group in optimizer.param_groups], [g["lr"] for g in optimizer.param_groups]
+
+    for same, rates in on_ranks(2, run):
+        assert same and rates == pytest.approx([0.005, 0.001])
+
+
+def test_groups_with_different_momentum_and_changing_momentum_follow_the_optimizer():
+    def run(attached):
+        model = ddp(mlp())
+        groups = [
+            {"params": list(model.module[0].parameters()), "momentum": 0.5},
+            {"params": list(model.module[2].parameters()), "nesterov": True},
+            {"params": list(model.module[4].parameters()), "momentum": 0.0},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        if attached:
+            redsync.attach(model, optimizer, **LOSSLESS)
+        for number in range(12):
+            if number == 6:
+                for group in optimizer.param_groups:
+                    group["momentum"] = max(0.1, group["momentum"] - 0.2)
+            step(model, optimizer, number, VECTORS, 128)
+        return weights(model)
+
+    for theirs, mine in zip(on_ranks(2, run, False), on_ranks(2, run, True)):
+        for a, b in zip(theirs, mine):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_dense_warm_up_is_ddp_and_hands_its_momentum_on(nesterov):
+    """With density 1 after it, the whole run is that of DDP: nothing is lost or doubled where dense turns to compressed."""
+    dense = on_ranks(2, lambda: train(30, 0.9, nesterov, None))
+    ours = on_ranks(2, lambda: train(30, 0.9, nesterov, {**LOSSLESS, "warmup": 10}))
+    for (_, theirs, _), (_, mine, _) in zip(dense, ours):
+        for a, b in zip(theirs, mine):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_ramp_sends_less_and_less():
+    def run():
+        model = ddp(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        attachment = redsync.attach(model, optimizer, warmup=("ramp", 2))
+        densities = []
+        for number in range(10):
+            step(model, optimizer, number, VECTORS, 128)
+            densities.append(attachment.stats().layers[0].density)
+        return densities, attachment.check_replicas()
+
+    (densities, one), (_, other) = on_ranks(2, run)
+    assert one == other
+    assert densities[::2] == pytest.approx([0.25, 0.0625, 0.015625, 0.004, 0.001], rel=0.02)
