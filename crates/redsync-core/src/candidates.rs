@@ -3,6 +3,7 @@
 //! are among the keys, whatever the floor was raised to, and memory stays bounded by about twice `keep`.
 
 use crate::kernel::{self, CHUNK, Key, Level, Stats};
+use crate::largest::largest;
 use crate::phase::Lens;
 
 /// What one thread finds in its part of a tensor.
@@ -49,17 +50,6 @@ impl Candidates {
             self.floor = least.magnitude();
         }
     }
-}
-
-/// Keeps the `k` largest keys, in the order they have, and returns the smallest of them. There must be at least `k`,
-/// and `k` must not be zero. Afterwards `scratch` holds the others, smaller, in its first places.
-pub(crate) fn largest(keys: &mut Vec<Key>, k: usize, scratch: &mut Vec<Key>) -> Key {
-    scratch.clear();
-    scratch.extend_from_slice(keys);
-    let (_, least, _) = scratch.select_nth_unstable(keys.len() - k);
-    let least = *least;
-    keys.retain(|key| *key >= least);
-    least
 }
 
 /// Something with a length that can be cut in two for two threads.

@@ -41,6 +41,7 @@ mod error;
 mod field;
 mod gradient;
 mod kernel;
+mod largest;
 mod phase;
 mod quantize;
 mod residual;

@@ -1,8 +1,9 @@
 //! Buffers that the stages reuse from layer to layer and step to step, and how many threads they may use.
 //! After the first few steps nothing here grows.
 
-use crate::candidates::{Candidates, Read, Split, gather, largest};
+use crate::candidates::{Candidates, Read, Split, gather};
 use crate::kernel::{Key, Level, Stats};
+use crate::largest::largest;
 use crate::phase::Phase;
 use crate::sparse::Sparse;
 
