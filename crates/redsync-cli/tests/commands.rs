@@ -46,7 +46,7 @@ fn bad_input_is_one_clear_line_and_status_2() {
     assert!(one_line(&["simulate", "--platform", "cpu-core"], 2).contains("say --backward-ms"));
     assert!(refusal(&["plan", "--model", "alexnt"], 2).contains("alexnet"));
     assert!(refusal(&["plan", "--ranks", "0"], 2).contains("--ranks"));
-    assert!(refusal(&["plan", "--backward-ms", "-1"], 2).contains("--backward-ms"));
+    assert!(refusal(&["plan", "--backward-ms=-1"], 2).contains("--backward-ms"));
     assert!(refusal(&["report"], 2).contains("RUNS"));
     assert!(refusal(&["report", "--gbit", "0", "x"], 2).contains("above 0"));
 }

@@ -9,7 +9,7 @@ mod select;
 mod sync;
 mod wire;
 
-pub(crate) use sync::{parse_model, parse_ms};
+pub(crate) use sync::{Comm, parse_model, parse_ms};
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};

@@ -25,7 +25,7 @@ const LEARNING_RATE: f32 = 0.01;
 
 #[derive(Clone, Copy, Debug, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Comm {
+pub(crate) enum Comm {
     /// Threads of this process
     Local,
     /// Processes started by mpirun

@@ -5,10 +5,10 @@
 mod layers;
 pub mod predict;
 
-use crate::bench::{grouped, parse_density, parse_model, parse_ms, print_json, progress, table};
+use crate::bench::{Comm, grouped, parse_density, parse_model, parse_ms, print_json, progress, table};
 use crate::platform;
 use anyhow::{Context, Result, anyhow, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use predict::{Answer, Question};
 use redsync_comm::{Communicator, local, mpi};
 use redsync_core::Density;
@@ -18,14 +18,6 @@ use redsync_engine::{Config, Layer, Mode, Preset, measure};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Comm {
-    /// Threads of this process
-    Local,
-    /// Processes started by mpirun
-    Mpi,
-}
 
 /// The model, as several commands take it.
 #[derive(Clone, Debug, Args)]

@@ -67,8 +67,8 @@ pub fn lines(axes: Axes, series: &[Series]) -> Result<String> {
         .collect();
     draw(|area| {
         let all = || lines.iter().flatten();
-        let x = range(all().map(|p| p.0), false);
-        let y = range(all().map(|p| p.1), !axes.log_y);
+        let x = range(all().map(|p| p.0), axes.log_x, false);
+        let y = range(all().map(|p| p.1), axes.log_y, true);
         let mut chart = ChartBuilder::on(area)
             .margin(8)
             .margin_right(16)
@@ -140,14 +140,16 @@ pub fn bars(unit: &str, names: &[String], parts: &[Vec<f64>]) -> Result<String> 
     })
 }
 
-/// The range of an axis, a little wider than the values; from zero if that is near.
-fn range(values: impl Iterator<Item = f64>, from_zero: bool) -> std::ops::Range<f64> {
+/// The range of an axis, a little wider than the values; from zero if that is near and wanted.
+fn range(values: impl Iterator<Item = f64>, log: bool, from_zero: bool) -> std::ops::Range<f64> {
     let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
     if low > high {
         return 0.0..1.0;
     }
-    let room = ((high - low) * 0.05).max(high.abs() * 1e-3).max(1e-9);
-    let low = if from_zero && low >= 0.0 && low < 0.6 * high { 0.0 } else { low - room };
+    // Values that are all the same need room too, or labels would show their last digits.
+    let least = if log { 0.5 } else { (0.1 * high.abs()).max(1e-9) };
+    let room = if high - low < 1e-6 * high.abs().max(1e-9) { least } else { 0.05 * (high - low) };
+    let low = if !log && from_zero && low >= 0.0 && low < 0.6 * high { 0.0 } else { low - room };
     low..high + room
 }
 
