@@ -23,7 +23,7 @@ fn leaf<const D: usize>(shape: [usize; D], seed: u64) -> Tensor<D> {
 }
 
 fn numbers<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
-    tensor.into_data().to_vec().expect("numbers")
+    tensor.into_data().try_to_vec().expect("numbers")
 }
 
 /// The result, and the gradients of x, weight and bias, for a loss that weighs every element differently.

@@ -205,12 +205,12 @@ impl<'a> Trainer<'a> {
             let mut stops = self.step(epoch, at as usize, question.take())?;
             stops |= self.settings.stop_after == Some(step + 1);
             observer.tick(step + 1);
-            if (step + 1) % self.settings.log_every == 0 {
+            if (step + 1).is_multiple_of(self.settings.log_every) {
                 let record = self.step_record(epoch, step + 1);
                 observer.step(&record)?;
             }
-            let ended = (step + 1) % per_epoch == 0;
-            if ended || (step + 1) % self.settings.check_every == 0 {
+            let ended = (step + 1).is_multiple_of(per_epoch);
+            if ended || (step + 1).is_multiple_of(self.settings.check_every) {
                 self.sync.check_replicas(&self.weights.all())?;
             }
             if ended {
@@ -221,7 +221,7 @@ impl<'a> Trainer<'a> {
             if stops && step + 1 < total {
                 return self.interrupt();
             }
-            if (step + 1) % ASK_EVERY == 0 && step + 1 < total {
+            if (step + 1).is_multiple_of(ASK_EVERY) && step + 1 < total {
                 let asked = if stop.load(Ordering::Relaxed) { 1.0 } else { 0.0 };
                 question = Some(self.comm.allreduce(Tag { step, op: STOP }, vec![asked]));
             }
