@@ -148,10 +148,13 @@ pub(super) fn same_run(path: &Path, ours: &Value, theirs: &Value) -> Result<(), 
     let (Some(ours), Some(theirs)) = (ours.as_object(), theirs.as_object()) else {
         return Err(wrong(path, "does not say of which run it is"));
     };
-    match ours.iter().find(|(key, value)| theirs.get(*key) != Some(value)) {
+    let mut differing: Vec<_> = ours.iter().filter(|(key, value)| theirs.get(*key) != Some(value)).collect();
+    // Another model brings other values of its own; it is the cause.
+    differing.sort_by_key(|(key, _)| (*key != "model", *key != "data"));
+    match differing.first() {
         None => Ok(()),
         Some((key, value)) => {
-            let theirs = theirs.get(key).unwrap_or(&Value::Null);
+            let theirs = theirs.get(*key).unwrap_or(&Value::Null);
             Err(wrong(path, format!("is of another run: there {key} is {theirs}, here {value}")))
         }
     }
