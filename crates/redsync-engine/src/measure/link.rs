@@ -88,7 +88,8 @@ fn alone(
     }
     // The first one finds cold buffers.
     if times.len() > 2 {
-        (times.remove(0), spent.remove(0));
+        times.remove(0);
+        spent.remove(0);
     }
     let spent = meter.agree(median(&mut spent))?;
     Ok((median(&mut times), spent))
