@@ -103,6 +103,7 @@ pub struct EpochRecord {
     pub train_loss: f64,
     pub test_loss: f64,
     pub metric: f64,
+    pub metric_name: String,
     pub seconds: f64,
     pub images_per_second: f64,
 }

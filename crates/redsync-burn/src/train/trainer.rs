@@ -357,8 +357,15 @@ impl<'a> Trainer<'a> {
         self.pace.judge(test_loss);
         let samples = self.feed.samples(self.settings) * self.comm.size() * sums.steps as usize;
         let images_per_second = samples as f64 / seconds.max(1e-9);
-        let record =
-            EpochRecord { epoch: epoch + 1, train_loss, test_loss, metric, seconds, images_per_second };
+        let record = EpochRecord {
+            epoch: epoch + 1,
+            train_loss,
+            test_loss,
+            metric,
+            metric_name: self.metric_name().into(),
+            seconds,
+            images_per_second,
+        };
         let layers = self.layer_records(epoch + 1);
         observer.epoch(&record, &layers)?;
         self.records.push(record);
