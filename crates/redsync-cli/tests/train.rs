@@ -85,6 +85,8 @@ fn wrong_names_are_refused_with_the_nearest_right_one() {
         ("--lr=-1", "lr is -1, and must be positive"),
         ("--workers=0", "workers is 0, and must be at least 1"),
         ("--resume", "--resume needs --checkpoint-dir, to know where from"),
+        ("--threads=0", "threads is 0, and must be at least 1"),
+        ("--checkpoint-every=2", "--checkpoint-every needs --checkpoint-dir, to know where"),
     ] {
         assert_eq!(refusal(dir.path(), &["train", arg]), (2, expected.to_string()));
     }
@@ -142,6 +144,13 @@ fn a_run_that_was_stopped_is_told_and_resumed_to_the_same_weights() {
     assert!(line.contains("interrupted after 50 steps") && line.contains("--resume"), "{line}");
     let resumed = json(&with(&["--out", "a", "--checkpoint-dir", "kept", "--resume"]));
     assert_eq!(resumed["replica_hash"], plain["replica_hash"]);
+    // The file of the resumed run tells every epoch once, and nobody else's run writes over it.
+    let metrics = || std::fs::read_to_string(dir.path().join("a/metrics.jsonl")).expect("metrics");
+    assert_eq!(metrics().lines().filter(|line| line.starts_with("{\"kind\":\"epoch\"")).count(), 2);
+    let before = metrics();
+    let (status, line) = refusal(dir.path(), &[&base[..], &["--out", "a"]].concat());
+    assert!(status == 1 && line.contains("metrics.jsonl is of another run: give another --out"), "{line}");
+    assert_eq!(metrics(), before);
     let (status, line) = refusal(dir.path(), &[&base[..], &["--checkpoint-dir", "kept"]].concat());
     assert!(status == 1 && line.contains("is there already"), "{line}");
     let other = ["--model", "resnet20", "--data", "digits", "--checkpoint-dir", "kept", "--resume"];

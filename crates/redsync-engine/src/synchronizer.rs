@@ -367,10 +367,22 @@ impl Synchronizer {
     /// Continues from the files in a directory, bit by bit if the number of ranks is the same; another number keeps the
     /// sums over the ranks. Returns the caller's tensors. All ranks call this; after an error nothing has changed.
     pub fn load(&mut self, dir: &Path) -> Result<Vec<(String, Vec<f32>)>, SyncError> {
+        self.load_if(dir, None)
+    }
+
+    /// [`Synchronizer::load`], but only what was saved beside weights with this hash.
+    pub fn load_for(&mut self, dir: &Path, replica_hash: u64) -> Result<Vec<(String, Vec<f32>)>, SyncError> {
+        self.load_if(dir, Some(replica_hash))
+    }
+
+    fn load_if(&mut self, dir: &Path, hash: Option<u64>) -> Result<Vec<(String, Vec<f32>)>, SyncError> {
         lock(&self.submitter.inbox).check_between()?;
         let saved = self.find(dir)?;
         let refuse =
             |what: String| SyncError::Order(format!("the checkpoint in {} is {what}", dir.display()));
+        if hash.is_some_and(|hash| hash != saved.replica_hash) {
+            return Err(refuse("of other weights".into()));
+        }
         if self.fingerprint != saved.fingerprint.parse::<Value>().unwrap_or(Value::Null) {
             return Err(refuse("of another model or configuration".into()));
         }

@@ -9,10 +9,10 @@
 //! What must hold: `latest` changes only when all files of a checkpoint are there; every file is checked to the last byte when
 //! it is read.
 
-use super::TrainError;
+use super::{EpochRecord, TrainError};
 use redsync_engine::replica_hash;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs;
 use std::io::Write;
@@ -38,8 +38,7 @@ pub(super) fn latest(dir: &Path) -> Result<Option<PathBuf>, TrainError> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(wrong(&file, error)),
     };
-    let digits = name.trim().strip_prefix("step-").unwrap_or_default();
-    match !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()) {
+    match is_name(name.trim()) {
         true => Ok(Some(dir.join(name.trim()))),
         false => Err(wrong(&file, "does not name a checkpoint")),
     }
@@ -51,14 +50,26 @@ pub(super) fn complete(dir: &Path, step: u64) -> Result<(), TrainError> {
     let name = place.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let before = latest(dir)?;
     write(&dir.join("latest"), name.as_bytes())?;
+    if before.as_ref() == Some(&place) {
+        return Ok(()); // the same step again: the one before is still the one before
+    }
     let old = fs::read_dir(dir).map_err(|error| wrong(dir, error))?.flatten().map(|entry| entry.path());
-    for old in old.filter(|path| *path != place && Some(path) != before.as_ref()) {
-        if old.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-")) {
-            // What cannot be removed takes space, and nothing else.
-            let _ = fs::remove_dir_all(old);
-        }
+    for old in old.filter(|path| *path != place && Some(path) != before.as_ref() && is_checkpoint(path)) {
+        // What cannot be removed takes space, and nothing else.
+        let _ = fs::remove_dir_all(old);
     }
     Ok(())
+}
+
+/// Whether a directory is one of ours: nobody else's is ever removed.
+fn is_checkpoint(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    is_name(&name) && path.join("model.safetensors").is_file()
+}
+
+fn is_name(name: &str) -> bool {
+    name.strip_prefix("step-")
+        .is_some_and(|step| !step.is_empty() && step.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 /// Writes a file so that it is there whole or not at all.
@@ -145,6 +156,8 @@ pub(super) fn take(
 
 /// Refuses a checkpoint of another run: every entry of `ours` must be the same in `theirs`.
 pub(super) fn same_run(path: &Path, ours: &Value, theirs: &Value) -> Result<(), TrainError> {
+    // Numbers lose their last bit on the way through text: ours go the same way before they are compared.
+    let ours: Value = ours.to_string().parse().map_err(|error| wrong(path, error))?;
     let (Some(ours), Some(theirs)) = (ours.as_object(), theirs.as_object()) else {
         return Err(wrong(path, "does not say of which run it is"));
     };
@@ -158,4 +171,24 @@ pub(super) fn same_run(path: &Path, ours: &Value, theirs: &Value) -> Result<(), 
             Err(wrong(path, format!("is of another run: there {key} is {theirs}, here {value}")))
         }
     }
+}
+
+/// Epochs with every bit, NaN and infinity too, which JSON's numbers cannot carry.
+pub(super) fn write_epochs(records: &[EpochRecord]) -> Value {
+    let row = |r: &EpochRecord| {
+        let numbers = [r.train_loss, r.test_loss, r.metric, r.seconds, r.images_per_second].map(f64::to_bits);
+        json!([r.epoch, r.metric_name, numbers])
+    };
+    records.iter().map(row).collect()
+}
+
+/// What [`write_epochs`] wrote.
+pub(super) fn read_epochs(value: &Value) -> Option<Vec<EpochRecord>> {
+    type Row = (u32, String, [u64; 5]);
+    let rows: Vec<Row> = serde_json::from_value(value.clone()).ok()?;
+    let record = |(epoch, metric_name, numbers): Row| {
+        let [train_loss, test_loss, metric, seconds, images_per_second] = numbers.map(f64::from_bits);
+        EpochRecord { epoch, train_loss, test_loss, metric, metric_name, seconds, images_per_second }
+    };
+    Some(rows.into_iter().map(record).collect())
 }

@@ -173,9 +173,10 @@ impl Observer for () {}
 
 /// Writes `metrics.jsonl` and a TensorBoard event file into a directory.
 pub struct Metrics {
-    path: PathBuf,
-    lines: File,
-    events: Events,
+    dir: PathBuf,
+    append: bool,
+    /// From the beginning of the run on: one that is refused leaves nothing behind.
+    files: Option<(File, Events)>,
 }
 
 #[derive(Serialize)]
@@ -186,27 +187,66 @@ struct Line<'a, T> {
 }
 
 impl Metrics {
-    /// Begins in a directory, which is made if need be; `append` goes on with the file of a run that is resumed.
-    pub fn new(dir: &Path, append: bool) -> Result<Self, TrainError> {
-        let path = dir.join("metrics.jsonl");
+    /// Will write into a directory, which is made if need be; `append` goes on with the file of a run that is resumed.
+    pub fn new(dir: &Path, append: bool) -> Self {
+        Metrics { dir: dir.to_path_buf(), append, files: None }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.join("metrics.jsonl")
+    }
+
+    /// Opens the files. What a resumed run had written beyond its checkpoint will come again, so it goes.
+    fn open(&mut self, run: &RunRecord) -> Result<(), TrainError> {
+        let path = self.path();
         let failed = |source| TrainError::Write { path: path.clone(), source };
-        std::fs::create_dir_all(dir).map_err(failed)?;
-        let mut options = OpenOptions::new();
-        options.create(true).write(true).append(append).truncate(!append);
-        let lines = options.open(&path).map_err(failed)?;
-        Ok(Metrics { lines, events: Events::new(dir)?, path })
+        std::fs::create_dir_all(&self.dir).map_err(failed)?;
+        let old = match std::fs::read_to_string(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            other => other.map_err(failed)?,
+        };
+        if !old.is_empty() && !self.append {
+            return Err(TrainError::Setting(format!(
+                "{} is of another run: give another --out",
+                path.display()
+            )));
+        }
+        let kept: String = old.split_inclusive('\n').filter(|line| is_before(line, run)).collect();
+        let part = self.dir.join("metrics.jsonl.part");
+        std::fs::write(&part, kept).and_then(|()| std::fs::rename(&part, &path)).map_err(failed)?;
+        let lines = OpenOptions::new().append(true).open(&path).map_err(failed)?;
+        self.files = Some((lines, Events::new(&self.dir)?));
+        Ok(())
     }
 
     fn write<T: Serialize>(&mut self, kind: &'static str, record: &T) -> Result<(), TrainError> {
-        let failed = |source| TrainError::Write { path: self.path.clone(), source };
-        let mut line = serde_json::to_vec(&Line { kind, record }).map_err(|error| failed(error.into()))?;
+        let path = self.path();
+        let failed = |source| TrainError::Write { path, source };
+        let mut line =
+            serde_json::to_vec(&Line { kind, record }).map_err(std::io::Error::from).unwrap_or_default();
         line.push(b'\n');
-        self.lines.write_all(&line).map_err(failed)
+        self.files.as_mut().map_or(Ok(()), |(lines, _)| lines.write_all(&line)).map_err(failed)
+    }
+
+    fn scalars(&mut self, step: u64, scalars: &[(&str, f64)]) -> Result<(), TrainError> {
+        self.files.as_mut().map_or(Ok(()), |(_, events)| events.scalars(step, scalars))
+    }
+}
+
+/// Whether a line is whole, and of a time before the step with which a run begins.
+fn is_before(line: &str, run: &RunRecord) -> bool {
+    let Ok(record) = serde_json::from_str::<serde_json::Value>(line) else { return false };
+    let epochs = run.step / run.steps_per_epoch.max(1);
+    match record["kind"].as_str() {
+        Some("step") => record["step"].as_u64().is_some_and(|step| step <= run.step),
+        Some("epoch" | "layer") => record["epoch"].as_u64().is_some_and(|epoch| epoch <= epochs),
+        _ => false, // the run itself is told again
     }
 }
 
 impl Observer for Metrics {
     fn begin(&mut self, run: &RunRecord) -> Result<(), TrainError> {
+        self.open(run)?;
         self.write("run", run)
     }
 
@@ -219,17 +259,17 @@ impl Observer for Metrics {
             ("sync/exposed_ms", record.exposed_ms),
             ("train/samples_per_second", record.per_second),
         ];
-        self.events.scalars(record.step, &scalars)
+        self.scalars(record.step, &scalars)
     }
 
     fn epoch(&mut self, record: &EpochRecord, layers: &[LayerRecord]) -> Result<(), TrainError> {
         self.write("epoch", record)?;
         let step = u64::from(record.epoch);
-        self.events.scalars(step, &[("test/loss", record.test_loss), ("test/metric", record.metric)])?;
+        self.scalars(step, &[("test/loss", record.test_loss), ("test/metric", record.metric)])?;
         for layer in layers {
             self.write("layer", layer)?;
             if let Some(norm) = layer.residual_norm {
-                self.events.scalars(step, &[(&format!("residual/{}", layer.name), norm)])?;
+                self.scalars(step, &[(&format!("residual/{}", layer.name), norm)])?;
             }
         }
         Ok(())

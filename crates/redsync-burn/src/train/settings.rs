@@ -183,6 +183,8 @@ impl Settings {
             ("log-every", self.log_every as usize),
             ("check-every", self.check_every as usize),
             ("checkpoint-every", self.checkpoint_every as usize),
+            ("train-limit", self.train_limit.unwrap_or(1)),
+            ("test-limit", self.test_limit.unwrap_or(1)),
         ];
         match counts.into_iter().find(|(_, count)| *count == 0) {
             Some((name, _)) => refuse(format!("{name} is 0, and must be at least 1")),

@@ -79,6 +79,10 @@ impl<'a> Feed<'a> {
     }
 
     fn words(text: &'a TextSet, settings: &Settings, comm: &dyn Communicator) -> Result<Self, TrainError> {
+        // Too short a text to judge by is better known now than after an epoch.
+        for text in [&text.valid, &text.test] {
+            Streams::new(text, comm.size(), JUDGE_STREAMS, settings.bptt)?;
+        }
         let streams = Streams::new(&text.train, comm.size(), settings.batch_size, settings.bptt)?;
         Ok(Feed::Words { text, streams, state: State::new() })
     }
@@ -197,7 +201,6 @@ impl<'a> Trainer<'a> {
     fn run(mut self, observer: &mut dyn Observer, stop: &AtomicBool) -> Result<Ended, TrainError> {
         let per_epoch = self.feed.steps_per_epoch();
         let total = per_epoch * u64::from(self.settings.epochs);
-        let mut began = Instant::now();
         let mut question = None;
         while self.sync.step() < total {
             let step = self.sync.step();
@@ -214,9 +217,7 @@ impl<'a> Trainer<'a> {
                 self.sync.check_replicas(&self.weights.all())?;
             }
             if ended {
-                let seconds = began.elapsed().as_secs_f64();
-                began = Instant::now();
-                self.end_epoch(epoch, seconds, observer)?;
+                self.end_epoch(epoch, observer)?;
             }
             if stops && step + 1 < total {
                 return self.interrupt();
@@ -348,8 +349,9 @@ impl<'a> Trainer<'a> {
     }
 
     /// The ranks agree on running statistics and the loss, judge the network together, and keep a checkpoint.
-    fn end_epoch(&mut self, epoch: u32, seconds: f64, observer: &mut dyn Observer) -> Result<(), TrainError> {
+    fn end_epoch(&mut self, epoch: u32, observer: &mut dyn Observer) -> Result<(), TrainError> {
         let sums = std::mem::take(&mut self.epoch);
+        let seconds = sums.ms.total / 1e3;
         let own = vec![(sums.loss / sums.steps.max(1) as f64) as f32];
         let train_loss = f64::from(self.sum(LOSS, "the training loss", own)?[0]) / self.comm.size() as f64;
         self.average_buffers()?;
@@ -517,7 +519,7 @@ impl Trainer<'_> {
             "global-batch": s.batch_size * self.comm.size(), "bptt": s.bptt, "epochs": s.epochs,
             "optimizer": s.optimizer, "momentum": s.momentum, "lr": s.lr, "schedule": s.schedule,
             "lr-warm-up-epochs": s.lr_warm_up_epochs, "weight-decay": s.weight_decay, "clip": s.clip,
-            "train-limit": s.train_limit, "warm-up": s.warm_up, "warm-up-epochs": s.warm_up_epochs,
+            "train-limit": s.train_limit, "test-limit": s.test_limit, "warm-up": s.warm_up, "warm-up-epochs": s.warm_up_epochs,
         })
     }
 
@@ -546,7 +548,8 @@ impl Trainer<'_> {
             self.write_model(&place, hash)?;
         }
         let about = json!({
-            "loss": self.epoch.loss.to_bits(), "steps": self.epoch.steps, "bytes": self.bytes_sent,
+            "loss": self.epoch.loss.to_bits(), "steps": self.epoch.steps, "ms": self.epoch.ms.total.to_bits(),
+            "bytes": self.bytes_sent, "step": step, "replica_hash": format!("{hash:016x}"),
             "ranks": self.comm.size(), "batch": self.settings.batch_size,
         });
         let mut tensors: Tensors = Vec::new();
@@ -562,9 +565,21 @@ impl Trainer<'_> {
         self.sync.save(&place, hash, Vec::new())?;
         self.barrier(SAVED)?;
         if rank == 0 {
+            self.check_shared(&place)?;
             checkpoint::complete(dir, step)?;
         }
         self.barrier(CLEAR)
+    }
+
+    /// Rank 0 must see what all others wrote, or nobody could resume.
+    fn check_shared(&self, place: &Path) -> Result<(), TrainError> {
+        match (0..self.comm.size()).find(|rank| !place.join(worker_file(*rank)).is_file()) {
+            None => Ok(()),
+            Some(rank) => {
+                let why = format!("is not shared by all workers: what rank {rank} wrote is not there");
+                Err(TrainError::Checkpoint { path: place.to_path_buf(), why })
+            }
+        }
     }
 
     fn write_model(&self, place: &Path, hash: u64) -> Result<(), TrainError> {
@@ -578,7 +593,7 @@ impl Trainer<'_> {
         let (factor, best) = self.pace.plateau;
         let about = json!({
             "run": self.identity(), "step": self.sync.step(), "replica_hash": format!("{hash:016x}"),
-            "plateau": [factor.to_bits(), best.to_bits()], "epochs": self.records, "seconds": self.seconds,
+            "plateau": [factor.to_bits(), best.to_bits()], "epochs": checkpoint::write_epochs(&self.records), "seconds": self.seconds,
         });
         checkpoint::write_tensors(&place.join("model.safetensors"), &tensors, &about)
     }
@@ -600,46 +615,53 @@ impl Trainer<'_> {
                 Vec::new()
             });
         }
-        let records = serde_json::from_value(about["epochs"].clone());
+        let records = checkpoint::read_epochs(&about["epochs"]);
         let seconds = serde_json::from_value(about["seconds"].clone());
         let bits = |at: usize| about["plateau"][at].as_u64().map(f64::from_bits);
-        let (Ok(records), Ok(seconds), Some(factor), Some(best)) = (records, seconds, bits(0), bits(1))
-        else {
+        let hash = about["replica_hash"].as_str().and_then(|hash| u64::from_str_radix(hash, 16).ok());
+        let all = (records, seconds, bits(0), bits(1), hash);
+        let (Some(records), Ok(seconds), Some(factor), Some(best), Some(saved_hash)) = all else {
             return Err(wrong("is damaged: its description is incomplete"));
         };
-        self.load_worker(place)?;
-        self.sync.load(place)?;
+        self.load_worker(place, &about)?;
+        self.sync.load_for(place, saved_hash)?;
         (self.records, self.seconds, self.pace.plateau) = (records, seconds, (factor, best));
         for (number, values) in weights.into_iter().enumerate() {
             self.weights.values_mut(number).copy_from_slice(&values);
         }
         self.descent.buffers = momentum;
         let hash = self.sync.check_replicas(&self.weights.all())?;
-        match about["replica_hash"] == json!(format!("{hash:016x}"))
-            && about["step"] == json!(self.sync.step())
-        {
+        match hash == saved_hash && about["step"] == json!(self.sync.step()) {
             true => Ok(()),
             false => Err(wrong("does not belong to the residuals beside it")),
         }
     }
 
     /// This rank's own part; with another number of ranks, running statistics of the first and the rows of the text that are now its own.
-    fn load_worker(&mut self, place: &Path) -> Result<(), TrainError> {
+    fn load_worker(&mut self, place: &Path, model: &Value) -> Result<(), TrainError> {
         let first = place.join(worker_file(0));
         let wrong = |path: &Path, why: &str| TrainError::Checkpoint { path: path.into(), why: why.into() };
         let (_, about) = checkpoint::read_tensors(&first)?;
         let ranks =
             about["ranks"].as_u64().ok_or_else(|| wrong(&first, "does not say of how many ranks it is"))?
                 as usize;
-        let same = ranks == self.comm.size();
+        let global = self.settings.batch_size * self.comm.size();
+        if ranks == 0 || !global.is_multiple_of(ranks) || about["batch"] != json!(global / ranks) {
+            return Err(wrong(&first, "is of another number of workers than it says"));
+        }
+        let (same, old_batch) = (ranks == self.comm.size(), global / ranks);
         let path = place.join(worker_file(if same { self.comm.rank() } else { 0 }));
         let (mut tensors, about) = checkpoint::read_tensors(&path)?;
+        if about["step"] != model["step"] || about["replica_hash"] != model["replica_hash"] {
+            return Err(wrong(&path, "does not belong to the weights beside it"));
+        }
         for (number, buffer) in self.buffers.iter_mut().enumerate() {
             *buffer = checkpoint::take(&path, &mut tensors, &format!("running/{number}"), buffer.len())?;
         }
         let number = |key: &str| about[key].as_u64().ok_or_else(|| wrong(&path, &format!("has no {key}")));
         self.epoch.loss = f64::from_bits(number("loss")?);
         self.epoch.steps = number("steps")?;
+        self.epoch.ms.total = f64::from_bits(number("ms")?);
         self.bytes_sent = number("bytes")?;
         if let (Feed::Words { state, .. }, Net::Words(net)) = (&mut self.feed, &self.net) {
             *state = net.blank(self.settings.batch_size);
@@ -647,17 +669,12 @@ impl Trainer<'_> {
             for (depth, (h, c)) in state.iter_mut().enumerate() {
                 for (name, part) in [("h", h), ("c", c)] {
                     let units = part.len() / batch;
-                    let mut rows = Vec::with_capacity(batch * ranks * units);
+                    let mut rows = Vec::new();
                     for rank in if same { vec![self.comm.rank()] } else { (0..ranks).collect() } {
                         let path = place.join(worker_file(rank));
-                        let (mut tensors, about) = checkpoint::read_tensors(&path)?;
-                        let batch = about["batch"].as_u64().unwrap_or(0) as usize;
-                        rows.extend(checkpoint::take(
-                            &path,
-                            &mut tensors,
-                            &format!("{name}/{depth}"),
-                            batch * units,
-                        )?);
+                        let (mut tensors, _) = checkpoint::read_tensors(&path)?;
+                        let name = format!("{name}/{depth}");
+                        rows.extend(checkpoint::take(&path, &mut tensors, &name, old_batch * units)?);
                     }
                     let begin = if same { 0 } else { self.comm.rank() * batch * units };
                     let mine = rows.get(begin..begin + part.len());

@@ -2,10 +2,10 @@
 
 use super::options::Options;
 use super::progress::size;
-use super::{Job, interrupted, metric};
+use super::{Job, metric};
 use crate::bench::{print_json, table};
 use crate::usage;
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
 use redsync_burn::train::Summary;
 use std::path::PathBuf;
@@ -45,10 +45,12 @@ impl Compare {
         let mut summaries = Vec::new();
         for mut job in jobs {
             let out = job.directory()?;
-            if let Some(ended) = job.run(&out)? {
-                interrupted(&ended)?;
-                summaries.push(ended.summary);
+            let Some(ended) = job.run(&out)? else { continue };
+            if ended.interrupted.is_some() {
+                print(&summaries);
+                bail!("interrupted in the training by {}; those shown are complete", ended.summary.method);
             }
+            summaries.push(ended.summary);
         }
         match self.json {
             true => print_json(&summaries),

@@ -11,7 +11,7 @@ use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use options::Options;
 use progress::Teller;
-use redsync_burn::train::{Ended, Observer, Settings, Summary, train};
+use redsync_burn::train::{Ended, Observer, Optimizer, Settings, Summary, train};
 use redsync_comm::{Communicator, local, mpi};
 use redsync_data::DataSet;
 use std::path::{Path, PathBuf};
@@ -74,6 +74,17 @@ impl Job {
         let (settings, mpi) = (options.settings()?, options.mpi()?);
         if options.workers == Some(0) {
             return Err(usage("workers is 0, and must be at least 1".into()));
+        }
+        if options.threads == Some(0) {
+            return Err(usage("threads is 0, and must be at least 1".into()));
+        }
+        if options.momentum.is_some() && settings.optimizer == Optimizer::Sgd {
+            return Err(usage(
+                "momentum has no use with the optimizer sgd: give --optimizer momentum or nesterov".into(),
+            ));
+        }
+        if options.checkpoint_every.is_some() && settings.checkpoint_dir.is_none() {
+            return Err(usage("--checkpoint-every needs --checkpoint-dir, to know where".into()));
         }
         Ok(Job { options, settings, mpi })
     }
@@ -182,7 +193,7 @@ fn work(
     let pool = rayon::ThreadPoolBuilder::new().num_threads(settings.threads).build()?;
     let first = comm.rank() == 0;
     let ended = pool.install(|| {
-        let mut teller = first.then(|| Teller::new(out, settings.resume)).transpose()?;
+        let mut teller = first.then(|| Teller::new(out, settings.resume));
         let mut nobody = ();
         let observer: &mut dyn Observer = teller.as_mut().map_or(&mut nobody, |teller| teller);
         train(settings, data, comm, observer, stop)

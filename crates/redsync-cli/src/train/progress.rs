@@ -18,14 +18,9 @@ pub struct Teller {
 }
 
 impl Teller {
-    pub fn new(out: &Path, append: bool) -> Result<Self, TrainError> {
-        let metrics = Metrics::new(out, append)?;
-        Ok(Teller {
-            metrics,
-            bar: ProgressBar::hidden(),
-            run: None,
-            terminal: std::io::stderr().is_terminal(),
-        })
+    pub fn new(out: &Path, append: bool) -> Self {
+        let metrics = Metrics::new(out, append);
+        Teller { metrics, bar: ProgressBar::hidden(), run: None, terminal: std::io::stderr().is_terminal() }
     }
 
     fn line(&self, text: String) {
