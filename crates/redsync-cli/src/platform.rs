@@ -41,6 +41,8 @@ pub struct File {
     pub cores: f64,
     #[serde(default = "one")]
     pub contention: f64,
+    #[serde(default)]
+    pub start: f64,
     #[serde(default = "yes")]
     pub background: bool,
     pub network: Network,
@@ -88,6 +90,7 @@ pub fn load(which: &str) -> Result<Described> {
         name: which.to_string(),
         cores: file.cores,
         contention: file.contention,
+        start: file.start,
         background: file.background,
         network: file.network,
         rates,
@@ -150,6 +153,7 @@ pub fn save(path: &Path, platform: &Platform) -> Result<()> {
         on_cores: false,
         cores: platform.cores,
         contention: platform.contention,
+        start: platform.start,
         background: platform.background,
         network: platform.network.clone(),
         rates_of: None,

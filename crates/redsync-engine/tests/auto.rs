@@ -25,6 +25,7 @@ fn platform(beta: f64) -> Platform {
         name: String::new(),
         cores: 2.0,
         contention: 1.0,
+        start: 0.0,
         background: true,
         network: Network::new(1e-5, beta),
         rates: Rates {

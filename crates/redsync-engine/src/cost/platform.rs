@@ -219,6 +219,9 @@ pub struct Platform {
     /// What slows a core down that also serves exchanges, as a factor of its time. 1 where something else serves them.
     #[serde(default = "one")]
     pub contention: f64,
+    /// Seconds of every step among ranks besides: threads that wake each other, and ranks that wait for the last.
+    #[serde(default)]
+    pub start: f64,
     /// Whether exchanges go on while the framework computes. A library that only works while somebody waits for it, as MPI does
     /// without a thread of its own, hides nothing.
     #[serde(default = "yes")]
@@ -272,6 +275,7 @@ impl Platform {
     fn others(&self) -> Vec<(&'static str, f64)> {
         let (r, n) = (&self.rates, &self.network);
         let mut all = vec![
+            ("start", self.start),
             ("alpha of the sparse link", n.sparse.alpha),
             ("alpha of the dense link", n.dense.alpha),
             ("gap of the sparse link", n.sparse.gap),
@@ -314,6 +318,7 @@ pub(super) mod tests {
             name: "round".into(),
             cores: 4.0,
             contention: 1.0,
+            start: 0.0,
             background: true,
             network: Network::new(20e-6, 0.8e-9),
             rates: Rates {

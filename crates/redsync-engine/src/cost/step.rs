@@ -143,8 +143,8 @@ impl Step<'_> {
         let computing = if self.compute.on_cores { self.compute.backward } else { 0.0 };
         // Rates were measured with every rank at work: a rank with less than a core has its share of one in them.
         let own = (clock.work + apply + computing) * cores.min(1.0) / cores;
-        let contention = if self.ranks > 1 { contention } else { 1.0 };
-        times.step = self.compute.forward + played.max(own * contention + clock.link_work / cores);
+        let (contention, start) = if self.ranks > 1 { (contention, self.platform.start) } else { (1.0, 0.0) };
+        times.step = self.compute.forward + start + played.max(own * contention + clock.link_work / cores);
     }
 
     /// The contention that would make the prediction what was measured.
@@ -153,7 +153,7 @@ impl Step<'_> {
         let cores = self.platform.cores;
         let own = (times.select + times.encode + times.decode + times.apply) * cores.min(1.0) / cores;
         let exchanging = times.bytes_on_link * self.platform.network.sparse.work / cores;
-        (measured - exchanging) / own
+        (measured - self.platform.start - exchanging) / own
     }
 
     /// When the gradient of each layer is there.

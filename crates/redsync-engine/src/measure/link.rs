@@ -52,7 +52,8 @@ pub(super) fn measure(meter: &mut Meter<'_>, progress: &mut dyn FnMut(f64)) -> R
     let p = meter.comm.size();
     let many_messages = following(meter, |meter, count| gathers(meter, count, FRAME))?;
     sparse.beta = (many_messages / sparse_bytes(p, FRAME as f64)).max(FASTEST);
-    let many_sums = following(meter, |meter, count| sums(meter, count, BUCKET))?;
+    let mut buffers = vec![vec![0.0f32; BUCKET / 4]; ROW];
+    let many_sums = following(meter, |meter, count| sums(meter, count, &mut buffers))?;
     dense.beta = (many_sums / dense_bytes(p, BUCKET as f64)).max(FASTEST);
     let others = meter.comm.size() as f64 - 1.0;
     sparse.gap = following(meter, |meter, count| gathers(meter, count, MESSAGES[0]))? / others;
@@ -116,14 +117,17 @@ fn sum(meter: &mut Meter<'_>, values: &mut Vec<f32>) -> Result<(), SyncError> {
     Ok(())
 }
 
-/// Some sums, all under way at once.
-fn sums(meter: &mut Meter<'_>, count: usize, bytes: usize) -> Result<(), SyncError> {
-    let start = |_| {
+/// Some sums, all under way at once, of buffers that are used again, as in training: new ones would cost their pages.
+fn sums(meter: &mut Meter<'_>, count: usize, buffers: &mut Vec<Vec<f32>>) -> Result<(), SyncError> {
+    let start = |values: Vec<f32>| {
         let tag = meter.tag();
-        meter.comm.allreduce(tag, vec![0.0; bytes / 4])
+        meter.comm.allreduce(tag, values)
     };
-    let pending: Vec<_> = (0..count).map(start).collect();
-    pending.into_iter().try_for_each(|p| p.wait(meter.config.deadline).map(drop)).map_err(Meter::failed)
+    let pending: Vec<_> = buffers.drain(..count.min(buffers.len())).map(start).collect();
+    for pending in pending {
+        buffers.push(pending.wait(meter.config.deadline).map_err(Meter::failed)?);
+    }
+    Ok(())
 }
 
 /// By how much one more exchange makes a row of them longer.

@@ -35,10 +35,12 @@ pub fn platform(
     let rates = rates::measure(&mut meter, &mut |done| progress(0.4 * done))?;
     let network = link::measure(&mut meter, &mut |done| progress(0.4 + 0.5 * done))?;
     let name = format!("{} ranks, measured through {}", comm.size(), comm.name());
-    let mut platform = Platform { name, cores, contention: 1.0, background: true, network, rates };
+    let mut platform =
+        Platform { name, cores, contention: 1.0, start: 0.0, background: true, network, rates };
     let op = meter.op;
     if comm.size() > 1 {
-        platform.contention = whole::contention(&comm, config, &platform, op)?;
+        platform.start = whole::start(&comm, config, &platform, op)?;
+        platform.contention = whole::contention(&comm, config, &platform, op + 1)?;
     }
     progress(1.0);
     Ok(platform)
@@ -56,7 +58,15 @@ pub fn machine(
     let mut rates = rates::measure(&mut meter, progress)?;
     // A described link carries bytes only.
     rates.gamma_2 = rates.update.per;
-    Ok(Platform { name: "this machine".into(), cores, contention: 1.0, background: true, network, rates })
+    Ok(Platform {
+        name: "this machine".into(),
+        cores,
+        contention: 1.0,
+        start: 0.0,
+        background: true,
+        network,
+        rates,
+    })
 }
 
 /// A network of one rank: nothing is ever sent over it, but figures have to be there.

@@ -13,7 +13,7 @@ use redsync_core::{
 /// Elements of a small and of a large layer.
 const SIZES: [usize; 2] = [32 << 10, 8 << 20];
 /// The same for selectors that are measured for comparison only: full selection would take seconds.
-const LESS: [usize; 2] = [32 << 10, 1 << 20];
+const LESS: [usize; 2] = [32 << 10, 4 << 20];
 /// The gradient of each call begins elsewhere in the noise, up to this far.
 const SHIFT: usize = 1 << 18;
 const CALLS: usize = 7;
