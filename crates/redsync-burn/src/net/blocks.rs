@@ -169,32 +169,22 @@ impl Builder {
     }
 
     /// A convolution with a bias.
-    pub fn conv(
-        &mut self,
-        module: &str,
-        [from, to, kernel]: [usize; 3],
-        stride: usize,
-        padding: usize,
-    ) -> Feature {
-        let Feature::Conv { weight, .. } = self.bare_conv(module, [from, to, kernel], stride, padding) else {
-            unreachable!()
-        };
-        let bias = self.register(format!("{module}.bias"), &[to], Kind::BiasOrNorm, Init::Constant(0.0));
+    pub fn conv(&mut self, module: &str, shape: [usize; 3], stride: usize, padding: usize) -> Feature {
+        let weight = self.filters(module, shape);
+        let bias =
+            self.register(format!("{module}.bias"), &[shape[1]], Kind::BiasOrNorm, Init::Constant(0.0));
         Feature::Conv { weight, bias: Some(bias), stride, padding }
     }
 
     /// A convolution without a bias.
-    pub fn bare_conv(
-        &mut self,
-        module: &str,
-        [from, to, kernel]: [usize; 3],
-        stride: usize,
-        padding: usize,
-    ) -> Feature {
+    pub fn bare_conv(&mut self, module: &str, shape: [usize; 3], stride: usize, padding: usize) -> Feature {
+        Feature::Conv { weight: self.filters(module, shape), bias: None, stride, padding }
+    }
+
+    /// Square filters, by channels before and after, and side.
+    fn filters(&mut self, module: &str, [from, to, kernel]: [usize; 3]) -> usize {
         let init = Init::He(from * kernel * kernel);
-        let weight =
-            self.register(format!("{module}.weight"), &[to, from, kernel, kernel], Kind::Weight, init);
-        Feature::Conv { weight, bias: None, stride, padding }
+        self.register(format!("{module}.weight"), &[to, from, kernel, kernel], Kind::Weight, init)
     }
 
     /// A batch norm.

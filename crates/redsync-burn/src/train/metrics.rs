@@ -222,10 +222,12 @@ impl Metrics {
     fn write<T: Serialize>(&mut self, kind: &'static str, record: &T) -> Result<(), TrainError> {
         let path = self.path();
         let failed = |source| TrainError::Write { path, source };
-        let mut line =
-            serde_json::to_vec(&Line { kind, record }).map_err(std::io::Error::from).unwrap_or_default();
-        line.push(b'\n');
-        self.files.as_mut().map_or(Ok(()), |(lines, _)| lines.write_all(&line)).map_err(failed)
+        let line = serde_json::to_vec(&Line { kind, record }).map_err(std::io::Error::from);
+        let written = line.and_then(|mut line| {
+            line.push(b'\n');
+            self.files.as_mut().map_or(Ok(()), |(lines, _)| lines.write_all(&line))
+        });
+        written.map_err(failed)
     }
 
     fn scalars(&mut self, step: u64, scalars: &[(&str, f64)]) -> Result<(), TrainError> {
