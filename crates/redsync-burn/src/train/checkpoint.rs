@@ -192,3 +192,31 @@ pub(super) fn read_epochs(value: &Value) -> Option<Vec<EpochRecord>> {
     };
     Some(rows.into_iter().map(record).collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn epochs_keep_every_bit_even_of_what_is_no_number() {
+        let record = |loss: f64| EpochRecord {
+            epoch: 2,
+            train_loss: loss,
+            test_loss: 0.1 + 0.2,
+            metric: -0.0,
+            metric_name: "accuracy".into(),
+            seconds: f64::MIN_POSITIVE,
+            images_per_second: 1e300,
+        };
+        let records = [record(f64::NAN), record(f64::INFINITY), record(1.0 / 3.0)];
+        let text = write_epochs(&records).to_string();
+        let read = read_epochs(&text.parse().expect("JSON")).expect("epochs");
+        let bits = |records: &[EpochRecord]| -> Vec<[u64; 5]> {
+            let numbers =
+                |r: &EpochRecord| [r.train_loss, r.test_loss, r.metric, r.seconds, r.images_per_second];
+            records.iter().map(|r| numbers(r).map(f64::to_bits)).collect()
+        };
+        assert_eq!(bits(&read), bits(&records));
+        assert_eq!(read_epochs(&json!([[1, "accuracy", [1, 2]]])), None);
+    }
+}

@@ -304,3 +304,60 @@ impl Observer for Metrics {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(step: u64) -> RunRecord {
+        RunRecord {
+            model: "digits-cnn".into(),
+            data: "digits".into(),
+            method: "rgc",
+            workers: 2,
+            comm: "local",
+            seed: 1,
+            parameters: 10,
+            compressed: 8,
+            density: 0.001,
+            batch: 16,
+            epochs: 3,
+            steps_per_epoch: 10,
+            step,
+            metric_name: "accuracy",
+            words: false,
+        }
+    }
+
+    fn kinds(dir: &Path) -> Vec<String> {
+        let text = std::fs::read_to_string(dir.join("metrics.jsonl")).expect("metrics");
+        let record = |line: &str| serde_json::from_str::<serde_json::Value>(line).expect("a whole line");
+        text.lines().map(|line| record(line)["kind"].as_str().expect("a kind").to_string()).collect()
+    }
+
+    #[test]
+    fn a_torn_line_and_what_came_after_the_checkpoint_go_when_a_run_is_resumed() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let old = concat!(
+            "{\"kind\":\"run\"}\n",
+            "{\"kind\":\"step\",\"step\":9}\n",
+            "{\"kind\":\"epoch\",\"epoch\":1}\n",
+            "{\"kind\":\"layer\",\"epoch\":1}\n",
+            "{\"kind\":\"step\",\"step\":14}\n",
+            "{\"kind\":\"epoch\",\"epoch\":2}\n",
+            "{\"kind\":\"step\",\"st"
+        );
+        std::fs::write(dir.path().join("metrics.jsonl"), old).expect("old metrics");
+        Metrics::new(dir.path(), true).begin(&run(12)).expect("resumed metrics");
+        assert_eq!(kinds(dir.path()), ["step", "epoch", "layer", "run"]);
+    }
+
+    #[test]
+    fn metrics_of_another_run_are_left_alone() {
+        let dir = tempfile::tempdir().expect("a directory");
+        Metrics::new(dir.path(), false).begin(&run(0)).expect("new metrics");
+        let refused = Metrics::new(dir.path(), false).begin(&run(0)).expect_err("a second run");
+        assert!(refused.to_string().contains("is of another run"), "{refused}");
+        assert_eq!(kinds(dir.path()), ["run"]);
+    }
+}

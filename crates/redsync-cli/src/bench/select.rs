@@ -1,8 +1,10 @@
 //! `redsync bench select`: what choosing the k largest costs, in the steady state.
 
-use super::{Common, data::Dist, median, print_json, progress, table, time_ms};
+use super::data::{Dist, generator};
+use super::{Common, median, print_json, progress, table, time_ms};
 use anyhow::Result;
 use clap::Args;
+use rand::seq::SliceRandom;
 use redsync_core::{Compressor, Config, Field, Gradient, Level, Selector, Sparse, Workspace, add_assign};
 use serde::Serialize;
 
@@ -182,11 +184,12 @@ impl Select {
             .collect();
         let bar = progress(WARM_UP + u64::from(steps), "selecting");
         let mut gradient = Field::zeros(n);
+        let mut order: Vec<usize> = (0..contestants.len()).collect();
         for step in 0..WARM_UP + u64::from(steps) {
             dist.fill(&mut gradient, seed, step);
-            // The order rotates, so that no contestant always finds the gradient in the cache.
-            for turn in 0..contestants.len() {
-                let at = (turn + step as usize) % contestants.len();
+            // In another order at every step: nobody always finds the gradient in the cache, nor what the same other left there.
+            order.shuffle(&mut generator(seed, step, u64::MAX));
+            for at in order.iter().copied() {
                 let outcome = contestants[at].step(step, &gradient, k)?;
                 if step >= WARM_UP {
                     let (row, times) = &mut rows[at];

@@ -12,7 +12,7 @@ use clap::Args;
 use options::Options;
 use progress::Teller;
 use redsync_burn::train::{Ended, Observer, Optimizer, Settings, Summary, train};
-use redsync_comm::{Communicator, local, mpi};
+use redsync_comm::{Communicator, Tag, local, mpi};
 use redsync_data::DataSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -168,8 +168,20 @@ impl Job {
             );
         }
         self.settings.threads = self.options.threads.unwrap_or_else(threads_under_mpi);
+        let out = self.directory_of_first(out, &*comm)?;
+        self.settings.rescue_dir = Some(out.join("checkpoint"));
         let data = self.open(comm.rank() == 0)?;
-        work(&self.settings, &data, comm, out, stop).map(Some)
+        work(&self.settings, &data, comm, &out, stop).map(Some)
+    }
+
+    /// A new directory is chosen by rank 0 for all: the others may look when it exists already, and would take the next.
+    fn directory_of_first(&self, own: &Path, comm: &dyn Communicator) -> Result<PathBuf> {
+        if self.options.out.is_some() {
+            return Ok(own.to_path_buf());
+        }
+        let name = own.to_string_lossy().into_owned().into_bytes();
+        let all = comm.allgather(Tag { step: 0, op: 0 }, name).wait(self.settings.deadline)?;
+        Ok(PathBuf::from(String::from_utf8_lossy(all.from_rank(0)).into_owned()))
     }
 }
 

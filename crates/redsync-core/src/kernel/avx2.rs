@@ -12,10 +12,8 @@ use crate::phase::Lens;
 use std::arch::x86_64::*;
 
 const VECTORS: usize = BLOCK / 8;
-const BLOCKS: usize = CHUNK / BLOCK;
 /// Blocks whose hits are looked at together, one bit in a word for each.
 const GROUP: usize = u64::BITS as usize;
-const _: () = assert!(BLOCKS.is_multiple_of(GROUP));
 
 /// Magnitudes from here on, as integers, are those of infinity and NaN.
 const NOT_FINITE: i32 = 0x7f80_0000;
@@ -70,51 +68,53 @@ unsafe fn pass_lanes<const KIND: u8, const STATS: bool, const SAVE: bool>(
     let magnitude = _mm256_set1_epi32(i32::MAX);
     let floor_lanes = _mm256_set1_epi32(floor.to_bits() as i32);
     let mut largest = _mm256_setzero_si256();
-    let mut hits = [0u8; BLOCKS];
-    for (block, hit) in hits[..whole / BLOCK].iter_mut().enumerate() {
-        let mut largest_here = _mm256_setzero_si256();
-        for j in 0..VECTORS {
-            let at = block * BLOCK + 8 * j;
-            // SAFETY: at + 8 <= whole <= the length of every slice that KIND and SAVE use; alignment as promised.
-            let value = unsafe {
-                let g = _mm256_mul_ps(_mm256_loadu_ps(g.add(at)), scale);
-                let step = if KIND == PLAIN {
-                    g
-                } else {
-                    let old = _mm256_loadu_ps(u.add(at));
-                    if SAVE {
-                        _mm256_stream_ps(saved_u.add(at), old);
-                    }
-                    let next = if KIND == MOMENTUM {
-                        _mm256_add_ps(_mm256_mul_ps(m, old), g)
+    for first in (0..whole / BLOCK).step_by(GROUP) {
+        let mut hits = 0u64;
+        for block in first..(first + GROUP).min(whole / BLOCK) {
+            let mut largest_here = _mm256_setzero_si256();
+            for j in 0..VECTORS {
+                let at = block * BLOCK + 8 * j;
+                // SAFETY: at + 8 <= whole <= the length of every slice that KIND and SAVE use; alignment as promised.
+                let value = unsafe {
+                    let g = _mm256_mul_ps(_mm256_loadu_ps(g.add(at)), scale);
+                    let step = if KIND == PLAIN {
+                        g
                     } else {
-                        _mm256_mul_ps(m, _mm256_add_ps(old, g))
+                        let old = _mm256_loadu_ps(u.add(at));
+                        if SAVE {
+                            _mm256_stream_ps(saved_u.add(at), old);
+                        }
+                        let next = if KIND == MOMENTUM {
+                            _mm256_add_ps(_mm256_mul_ps(m, old), g)
+                        } else {
+                            _mm256_mul_ps(m, _mm256_add_ps(old, g))
+                        };
+                        _mm256_storeu_ps(u.add(at), next);
+                        if KIND == MOMENTUM { next } else { _mm256_add_ps(next, g) }
                     };
-                    _mm256_storeu_ps(u.add(at), next);
-                    if KIND == MOMENTUM { next } else { _mm256_add_ps(next, g) }
+                    let old = _mm256_loadu_ps(v.add(at));
+                    if SAVE {
+                        _mm256_stream_ps(saved_v.add(at), old);
+                    }
+                    let next = _mm256_add_ps(old, step);
+                    _mm256_storeu_ps(v.add(at), next);
+                    next
                 };
-                let old = _mm256_loadu_ps(v.add(at));
-                if SAVE {
-                    _mm256_stream_ps(saved_v.add(at), old);
+                let size = _mm256_and_si256(_mm256_castps_si256(value), magnitude);
+                largest_here = _mm256_max_epi32(largest_here, size);
+                if STATS {
+                    let seen = _mm256_max_ps(lens.see(value), zero);
+                    sum = _mm256_add_ps(sum, seen);
+                    max = _mm256_max_ps(max, seen);
+                    let competes = _mm256_cmp_ps::<_CMP_GT_OQ>(seen, zero);
+                    count = _mm256_sub_epi32(count, _mm256_castps_si256(competes));
                 }
-                let next = _mm256_add_ps(old, step);
-                _mm256_storeu_ps(v.add(at), next);
-                next
-            };
-            let size = _mm256_and_si256(_mm256_castps_si256(value), magnitude);
-            largest_here = _mm256_max_epi32(largest_here, size);
-            if STATS {
-                let seen = _mm256_max_ps(lens.see(value), zero);
-                sum = _mm256_add_ps(sum, seen);
-                max = _mm256_max_ps(max, seen);
-                let competes = _mm256_cmp_ps::<_CMP_GT_OQ>(seen, zero);
-                count = _mm256_sub_epi32(count, _mm256_castps_si256(competes));
             }
+            hits |= any_above(largest_here, floor_lanes) << (block - first);
+            largest = _mm256_max_epi32(largest, largest_here);
         }
-        *hit = any_above(largest_here, floor_lanes);
-        largest = _mm256_max_epi32(largest, largest_here);
+        push_hits(plan.lens, floor, slices.v, slices.base, first, hits, found);
     }
-    push_hits(plan.lens, floor, slices.v, slices.base, &hits, found);
     let finite = any_above(largest, _mm256_set1_epi32(NOT_FINITE - 1)) == 0;
     let lanes =
         StatLanes { sum: bytemuck::cast(sum), max: bytemuck::cast(max), count: bytemuck::cast(count) };
@@ -134,63 +134,60 @@ pub(super) fn scan(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec
 fn scan_lanes(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec<Key>) {
     let (rows, tail) = v.as_chunks::<BLOCK>();
     let (lanes, floor_lanes) = (Lanes::new(lens), _mm256_set1_epi32(floor.to_bits() as i32));
-    let mut hits = [0u8; BLOCKS];
-    for (row, hit) in rows.iter().zip(&mut hits) {
-        let mut largest = _mm256_setzero_si256();
-        for j in 0..VECTORS {
-            // SAFETY: a row has BLOCK = 8 * VECTORS elements.
-            let value = unsafe { _mm256_loadu_ps(row.as_ptr().add(8 * j)) };
-            largest = _mm256_max_epi32(largest, _mm256_castps_si256(lanes.see(value)));
+    for (group, rows) in rows.chunks(GROUP).enumerate() {
+        let mut hits = 0u64;
+        for (block, row) in rows.iter().enumerate() {
+            let mut largest = _mm256_setzero_si256();
+            for j in 0..VECTORS {
+                // SAFETY: a row has BLOCK = 8 * VECTORS elements.
+                let value = unsafe { _mm256_loadu_ps(row.as_ptr().add(8 * j)) };
+                largest = _mm256_max_epi32(largest, _mm256_castps_si256(lanes.see(value)));
+            }
+            hits |= any_above(largest, floor_lanes) << block;
         }
-        *hit = any_above(largest, floor_lanes);
+        push_hits(lens, floor, v, base, group * GROUP, hits, found);
     }
-    push_hits(lens, floor, v, base, &hits, found);
     portable::scan(lens, floor, tail, base + (v.len() - tail.len()) as u32, found);
 }
 
-/// One bit for every lane of `sizes` that is above; floats that are not negative compare like integers.
+/// 1 if a lane of `sizes` is above, or else 0; floats that are not negative compare like integers.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn any_above(sizes: __m256i, floor: __m256i) -> u8 {
-    _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(sizes, floor))) as u8
+fn any_above(sizes: __m256i, floor: __m256i) -> u64 {
+    let above = _mm256_cmpgt_epi32(sizes, floor);
+    u64::from(_mm256_testz_si256(above, above) == 0)
 }
 
-/// Looks again at the blocks with a hit and appends their candidates, in order.
+/// Looks again at the blocks with a hit, counted from block `first` on, and appends their candidates, in order.
+#[inline]
 #[target_feature(enable = "avx2")]
-fn push_hits(lens: Lens, floor: f32, v: &[f32], base: u32, hits: &[u8; BLOCKS], found: &mut Vec<Key>) {
+fn push_hits(
+    lens: Lens,
+    floor: f32,
+    v: &[f32],
+    base: u32,
+    first: usize,
+    mut hits: u64,
+    found: &mut Vec<Key>,
+) {
     let (rows, _) = v.as_chunks::<BLOCK>();
     let (lanes, floor_lanes) = (Lanes::new(lens), _mm256_set1_ps(floor));
-    for (group, hits) in hits.as_chunks::<GROUP>().0.iter().enumerate() {
-        let mut hit = not_zero(hits);
-        while hit != 0 {
-            let block = group * GROUP + hit.trailing_zeros() as usize;
-            let mut above = 0u64;
-            for j in 0..VECTORS {
-                // SAFETY: a row has BLOCK = 8 * VECTORS elements.
-                let value = unsafe { _mm256_loadu_ps(rows[block].as_ptr().add(8 * j)) };
-                let mask = _mm256_cmp_ps::<_CMP_GT_OQ>(lanes.see(value), floor_lanes);
-                above |= (_mm256_movemask_ps(mask) as u64) << (8 * j);
-            }
-            while above != 0 {
-                let i = block * BLOCK + above.trailing_zeros() as usize;
-                found.push(Key::new(v[i], base + i as u32));
-                above &= above - 1;
-            }
-            hit &= hit - 1;
+    while hits != 0 {
+        let block = first + hits.trailing_zeros() as usize;
+        let mut above = 0u64;
+        for j in 0..VECTORS {
+            // SAFETY: a row has BLOCK = 8 * VECTORS elements.
+            let value = unsafe { _mm256_loadu_ps(rows[block].as_ptr().add(8 * j)) };
+            let mask = _mm256_cmp_ps::<_CMP_GT_OQ>(lanes.see(value), floor_lanes);
+            above |= (_mm256_movemask_ps(mask) as u64) << (8 * j);
         }
+        while above != 0 {
+            let i = block * BLOCK + above.trailing_zeros() as usize;
+            found.push(Key::new(v[i], base + i as u32));
+            above &= above - 1;
+        }
+        hits &= hits - 1;
     }
-}
-
-/// One bit for every byte that is not zero.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn not_zero(hits: &[u8; GROUP]) -> u64 {
-    let halves: &[[u8; 32]; 2] = bytemuck::cast_ref(hits);
-    let quiet = halves.map(|half| {
-        let zero = _mm256_cmpeq_epi8(bytemuck::cast(half), _mm256_setzero_si256());
-        u64::from(_mm256_movemask_epi8(zero) as u32)
-    });
-    !(quiet[0] | quiet[1] << 32)
 }
 
 /// A [`Lens`] for eight lanes.
