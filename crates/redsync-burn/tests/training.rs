@@ -109,6 +109,31 @@ fn a_training_stopped_anywhere_resumes_to_the_same_bits() {
     }
 }
 
+/// The size below which layers are dense, from a checkpoint.
+fn dense_below(checkpoint: &Path) -> usize {
+    let bytes = std::fs::read(checkpoint.join("model.safetensors")).expect("a checkpoint");
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).expect("a header");
+    let about = &header.metadata().as_ref().expect("a description")["about"];
+    let about: serde_json::Value = about.parse().expect("JSON");
+    about["dense-below"].as_u64().expect("a size") as usize
+}
+
+#[test]
+fn what_auto_decided_stays_when_a_training_is_resumed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let auto = Settings { auto: true, ..with_checkpoint(dir.path()) };
+    run(&Settings { stop_after: Some(40), ..auto.clone() }, 2);
+    let decided = dense_below(&dir.path().join("step-00000040"));
+    let resumed = run(&Settings { resume: true, ..auto.clone() }, 2).summary;
+    assert_eq!(dense_below(&dir.path().join("step-00000138")), decided);
+    let plain = Settings { auto: false, checkpoint_dir: None, dense_below: decided, ..auto };
+    assert_eq!(resumed.replica_hash, run(&plain, 2).summary.replica_hash);
+    assert!(
+        error(&Settings { resume: true, ..with_checkpoint(dir.path()) })
+            .contains("there auto is true, here false")
+    );
+}
+
 #[test]
 fn a_training_goes_on_with_another_number_of_workers() {
     let dir = tempfile::tempdir().expect("a directory");

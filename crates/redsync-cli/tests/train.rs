@@ -90,6 +90,8 @@ fn wrong_names_are_refused_with_the_nearest_right_one() {
     ] {
         assert_eq!(refusal(dir.path(), &["train", arg]), (2, expected.to_string()));
     }
+    let both = refusal(dir.path(), &["train", "--auto", "--paper"]);
+    assert_eq!(both, (2, "--auto has nothing left to decide with --paper: give one of both".to_string()));
     assert!(!dir.path().join("runs").exists(), "a refused run leaves nothing behind");
 }
 

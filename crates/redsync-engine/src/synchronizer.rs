@@ -159,6 +159,11 @@ impl Synchronizer {
         &self.shared.choices
     }
 
+    /// Layers of fewer bytes are dense, as the ranks agreed.
+    pub fn dense_below(&self) -> usize {
+        self.shared.config.dense_below
+    }
+
     /// The step that is under way: the number of steps that were finished.
     pub fn step(&self) -> u64 {
         lock(&self.submitter.inbox).step

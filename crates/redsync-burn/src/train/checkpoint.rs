@@ -18,6 +18,9 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+/// The file with what is the same on all ranks.
+pub(super) const MODEL_FILE: &str = "model.safetensors";
+
 /// Named vectors.
 pub(super) type Tensors = Vec<(String, Vec<f32>)>;
 
@@ -64,7 +67,7 @@ pub(super) fn complete(dir: &Path, step: u64) -> Result<(), TrainError> {
 /// Whether a directory is one of ours: nobody else's is ever removed.
 fn is_checkpoint(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    is_name(&name) && path.join("model.safetensors").is_file()
+    is_name(&name) && path.join(MODEL_FILE).is_file()
 }
 
 fn is_name(name: &str) -> bool {

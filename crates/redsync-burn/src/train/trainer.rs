@@ -14,7 +14,8 @@ use burn::tensor::Tensor;
 use redsync_comm::{Communicator, Pending, Tag};
 use redsync_data::order::{Epochs, Streams};
 use redsync_data::{DataSet, ImageSet, TextSet};
-use redsync_engine::{Choice, Layer, SyncError, Synchronizer};
+use redsync_engine::cost::Compute;
+use redsync_engine::{Choice, Figures, Layer, Method, SyncError, Synchronizer, measure};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -144,7 +145,18 @@ impl<'a> Trainer<'a> {
         let net = Architecture::named(&settings.model)?.build(&settings.model, feed.input())?;
         let layers: Vec<Layer> = net.specs().iter().map(|spec| spec.layer.clone()).collect();
         let per_epoch = feed.steps_per_epoch();
-        let sync = Synchronizer::new(layers, settings.config(per_epoch), comm.clone())?;
+        let mut config = settings.config(per_epoch);
+        if settings.auto && settings.method != Method::Sgd {
+            // What a run once decided stays: another choice of layers would be another run.
+            match kept_choice(settings)? {
+                Some(dense_below) => config.dense_below = dense_below,
+                None => {
+                    let platform = measure::platform(comm.clone(), &config, &mut |_| ())?;
+                    config.figures = Some(Figures { platform, compute: Compute::default() });
+                }
+            }
+        }
+        let sync = Synchronizer::new(layers, config, comm.clone())?;
         let momentum = settings.optimizer.momentum(settings.momentum);
         let lr_warm_up = (settings.lr_warm_up_epochs * per_epoch as f64).round() as u64;
         Ok(Trainer {
@@ -519,7 +531,7 @@ impl Trainer<'_> {
             "global-batch": s.batch_size * self.comm.size(), "bptt": s.bptt, "epochs": s.epochs,
             "optimizer": s.optimizer, "momentum": s.momentum, "lr": s.lr, "schedule": s.schedule,
             "lr-warm-up-epochs": s.lr_warm_up_epochs, "weight-decay": s.weight_decay, "clip": s.clip,
-            "train-limit": s.train_limit, "test-limit": s.test_limit, "warm-up": s.warm_up, "warm-up-epochs": s.warm_up_epochs,
+            "auto": s.auto, "train-limit": s.train_limit, "test-limit": s.test_limit, "warm-up": s.warm_up, "warm-up-epochs": s.warm_up_epochs,
         })
     }
 
@@ -592,14 +604,14 @@ impl Trainer<'_> {
         }
         let (factor, best) = self.pace.plateau;
         let about = json!({
-            "run": self.identity(), "step": self.sync.step(), "replica_hash": format!("{hash:016x}"),
+            "run": self.identity(), "dense-below": self.sync.dense_below(), "step": self.sync.step(), "replica_hash": format!("{hash:016x}"),
             "plateau": [factor.to_bits(), best.to_bits()], "epochs": checkpoint::write_epochs(&self.records), "seconds": self.seconds,
         });
-        checkpoint::write_tensors(&place.join("model.safetensors"), &tensors, &about)
+        checkpoint::write_tensors(&place.join(checkpoint::MODEL_FILE), &tensors, &about)
     }
 
     fn load(&mut self, place: &Path) -> Result<(), TrainError> {
-        let path = place.join("model.safetensors");
+        let path = place.join(checkpoint::MODEL_FILE);
         let wrong = |why: &str| TrainError::Checkpoint { path: path.clone(), why: why.into() };
         let (mut tensors, about) = checkpoint::read_tensors(&path)?;
         checkpoint::same_run(&path, &self.identity(), &about["run"])?;
@@ -683,6 +695,18 @@ impl Trainer<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// The size below which layers are dense, of the run that is to be resumed.
+fn kept_choice(settings: &Settings) -> Result<Option<usize>, TrainError> {
+    let Some(dir) = settings.checkpoint_dir.as_ref().filter(|_| settings.resume) else { return Ok(None) };
+    let Some(place) = checkpoint::latest(dir)? else { return Ok(None) };
+    let path = place.join(checkpoint::MODEL_FILE);
+    let (_, about) = checkpoint::read_tensors(&path)?;
+    match about["dense-below"].as_u64().and_then(|bytes| usize::try_from(bytes).ok()) {
+        Some(dense_below) => Ok(Some(dense_below)),
+        None => Err(TrainError::Checkpoint { path, why: "does not say which layers it compresses".into() }),
     }
 }
 

@@ -83,6 +83,11 @@ impl Job {
                 "momentum has no use with the optimizer sgd: give --optimizer momentum or nesterov".into(),
             ));
         }
+        let decided =
+            [(options.dense_below.is_some(), "--dense-below"), (options.paper == Some(true), "--paper")];
+        if let Some((_, other)) = decided.iter().find(|(given, _)| settings.auto && *given) {
+            return Err(usage(format!("--auto has nothing left to decide with {other}: give one of both")));
+        }
         if options.checkpoint_every.is_some() && settings.checkpoint_dir.is_none() {
             return Err(usage("--checkpoint-every needs --checkpoint-dir, to know where".into()));
         }

@@ -66,6 +66,9 @@ pub struct Options {
     /// Layers of fewer bytes are sent dense [default: 131072]
     #[arg(long, help_heading = "Compression", value_name = "BYTES")]
     pub dense_below: Option<usize>,
+    /// Measure machine and network first, some seconds long, and compress the layers for which that is predicted to be faster
+    #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
+    pub auto: Option<bool>,
     /// Treat layers as in the paper: trimmed or threshold selection, 32-bit indices
     #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
     pub paper: Option<bool>,
@@ -142,7 +145,7 @@ impl Options {
         let file = read(path)?;
         Ok(
             first!(self, file; model data data_dir download train_limit test_limit seed comm workers threads deadline method
-            density warm_up warm_up_epochs dense_below paper masking bf16 epochs batch_size bptt optimizer momentum lr schedule
+            density warm_up warm_up_epochs dense_below auto paper masking bf16 epochs batch_size bptt optimizer momentum lr schedule
             lr_warm_up_epochs weight_decay clip out log_every check_every checkpoint_dir checkpoint_every stop_after),
         )
     }
@@ -169,7 +172,7 @@ impl Options {
         macro_rules! set {
             ($($field:ident)*) => { $(if let Some(value) = &self.$field { s.$field = value.clone(); })* };
         }
-        set!(data density warm_up_epochs dense_below masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
+        set!(data density warm_up_epochs dense_below auto masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
             weight_decay seed log_every check_every checkpoint_every);
         (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
         s.checkpoint_dir = self.checkpoint_dir.clone();
