@@ -113,7 +113,10 @@ unsafe fn pass_lanes<const KIND: u8, const STATS: bool, const SAVE: bool>(
             hits |= any_above(largest_here, floor_lanes) << (block - first);
             largest = _mm256_max_epi32(largest, largest_here);
         }
-        push_hits(plan.lens, floor, slices.v, slices.base, first, hits, found);
+        // SAFETY: v has n elements, and nobody writes while these are read. From the pointer, since a new borrow of the slice would
+        // end its right to write on.
+        let written = unsafe { std::slice::from_raw_parts(v.cast_const(), n) };
+        push_hits(plan.lens, floor, written, slices.base, first, hits, found);
     }
     let finite = any_above(largest, _mm256_set1_epi32(NOT_FINITE - 1)) == 0;
     let lanes =
