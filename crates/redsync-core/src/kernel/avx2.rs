@@ -14,6 +14,10 @@ use std::arch::x86_64::*;
 const VECTORS: usize = BLOCK / 8;
 /// Blocks whose hits are looked at together, one bit in a word for each.
 const GROUP: usize = u64::BITS as usize;
+/// Groups that an accumulating pass walks through side by side. Prefetching by the machine ends at every page, and begins anew only
+/// after some misses; two places keep memory busy then, which saves 0.05 of a plain pass. Eight take twice as long: equal
+/// places of pages share a few lines of the nearest cache, and there are up to three slices.
+const SIDES: usize = 2;
 
 /// Magnitudes from here on, as integers, are those of infinity and NaN.
 const NOT_FINITE: i32 = 0x7f80_0000;
@@ -58,72 +62,121 @@ unsafe fn pass_lanes<const KIND: u8, const STATS: bool, const SAVE: bool>(
     found: &mut Vec<Key>,
 ) -> Outcome {
     let n = slices.v.len();
-    let whole = n - n % BLOCK;
-    let (lens, scale, m) =
-        (Lanes::new(plan.lens), _mm256_set1_ps(plan.scale), _mm256_set1_ps(plan.rule.coefficient()));
-    let (g, u, v) = (slices.gradient.as_ptr(), slices.u.as_mut_ptr(), slices.v.as_mut_ptr());
-    let (saved_u, saved_v) = (slices.saved_u.as_mut_ptr(), slices.saved_v.as_mut_ptr());
-    let zero = _mm256_setzero_ps();
-    let (mut sum, mut max, mut count) = (zero, zero, _mm256_setzero_si256());
-    let magnitude = _mm256_set1_epi32(i32::MAX);
+    let blocks = n / BLOCK;
+    let v = slices.v.as_mut_ptr();
+    let mut walk = Walk {
+        gradient: slices.gradient.as_ptr(),
+        u: slices.u.as_mut_ptr(),
+        v,
+        saved_u: slices.saved_u.as_mut_ptr(),
+        saved_v: slices.saved_v.as_mut_ptr(),
+        lens: Lanes::new(plan.lens),
+        scale: _mm256_set1_ps(plan.scale),
+        coefficient: _mm256_set1_ps(plan.rule.coefficient()),
+        sum: _mm256_setzero_ps(),
+        max: _mm256_setzero_ps(),
+        count: _mm256_setzero_si256(),
+    };
     let floor_lanes = _mm256_set1_epi32(floor.to_bits() as i32);
     let mut largest = _mm256_setzero_si256();
-    for first in (0..whole / BLOCK).step_by(GROUP) {
-        let mut hits = 0u64;
-        for block in first..(first + GROUP).min(whole / BLOCK) {
-            let mut largest_here = _mm256_setzero_si256();
-            for j in 0..VECTORS {
-                let at = block * BLOCK + 8 * j;
-                // SAFETY: at + 8 <= whole <= the length of every slice that KIND and SAVE use; alignment as promised.
-                let value = unsafe {
-                    let g = _mm256_mul_ps(_mm256_loadu_ps(g.add(at)), scale);
-                    let step = if KIND == PLAIN {
-                        g
-                    } else {
-                        let old = _mm256_loadu_ps(u.add(at));
-                        if SAVE {
-                            _mm256_stream_ps(saved_u.add(at), old);
-                        }
-                        let next = if KIND == MOMENTUM {
-                            _mm256_add_ps(_mm256_mul_ps(m, old), g)
-                        } else {
-                            _mm256_mul_ps(m, _mm256_add_ps(old, g))
-                        };
-                        _mm256_storeu_ps(u.add(at), next);
-                        if KIND == MOMENTUM { next } else { _mm256_add_ps(next, g) }
-                    };
-                    let old = _mm256_loadu_ps(v.add(at));
-                    if SAVE {
-                        _mm256_stream_ps(saved_v.add(at), old);
-                    }
-                    let next = _mm256_add_ps(old, step);
-                    _mm256_storeu_ps(v.add(at), next);
-                    next
-                };
-                let size = _mm256_and_si256(_mm256_castps_si256(value), magnitude);
-                largest_here = _mm256_max_epi32(largest_here, size);
-                if STATS {
-                    let seen = _mm256_max_ps(lens.see(value), zero);
-                    sum = _mm256_add_ps(sum, seen);
-                    max = _mm256_max_ps(max, seen);
-                    let competes = _mm256_cmp_ps::<_CMP_GT_OQ>(seen, zero);
-                    count = _mm256_sub_epi32(count, _mm256_castps_si256(competes));
-                }
+    let mut first = 0;
+    while first < blocks {
+        let left = blocks - first;
+        // The sums of statistics depend on the order of the blocks.
+        let one_side = STATS || left < SIDES * GROUP;
+        let (sides, rows) = if one_side { (1, left.min(GROUP)) } else { (SIDES, GROUP) };
+        let mut hits = [0u64; SIDES];
+        for row in 0..rows {
+            for (side, hits) in hits[..sides].iter_mut().enumerate() {
+                // SAFETY: the block is one of `blocks`, which lie within every slice that KIND and SAVE use; alignment as promised.
+                let largest_here = unsafe { walk.block::<KIND, STATS, SAVE>(first + side * rows + row) };
+                *hits |= any_above(largest_here, floor_lanes) << row;
+                largest = _mm256_max_epi32(largest, largest_here);
             }
-            hits |= any_above(largest_here, floor_lanes) << (block - first);
-            largest = _mm256_max_epi32(largest, largest_here);
         }
         // SAFETY: v has n elements, and nobody writes while these are read. From the pointer, since a new borrow of the slice would
         // end its right to write on.
         let written = unsafe { std::slice::from_raw_parts(v.cast_const(), n) };
-        push_hits(plan.lens, floor, written, slices.base, first, hits, found);
+        for hits in &hits[..sides] {
+            push_hits(plan.lens, floor, written, slices.base, first, *hits, found);
+            first += rows;
+        }
     }
     let finite = any_above(largest, _mm256_set1_epi32(NOT_FINITE - 1)) == 0;
-    let lanes =
-        StatLanes { sum: bytemuck::cast(sum), max: bytemuck::cast(max), count: bytemuck::cast(count) };
-    let mut outcome = portable::pass_from::<KIND, STATS>(whole, lanes, plan, floor, slices, found);
+    let lanes = StatLanes {
+        sum: bytemuck::cast(walk.sum),
+        max: bytemuck::cast(walk.max),
+        count: bytemuck::cast(walk.count),
+    };
+    let mut outcome = portable::pass_from::<KIND, STATS>(blocks * BLOCK, lanes, plan, floor, slices, found);
     outcome.finite &= finite;
     outcome
+}
+
+/// What an accumulating pass reads and writes, and its statistics so far.
+struct Walk {
+    gradient: *const f32,
+    u: *mut f32,
+    v: *mut f32,
+    saved_u: *mut f32,
+    saved_v: *mut f32,
+    lens: Lanes,
+    scale: __m256,
+    coefficient: __m256,
+    sum: __m256,
+    max: __m256,
+    count: __m256i,
+}
+
+impl Walk {
+    /// Runs the rule over one block. Returns its largest magnitudes, as integers.
+    ///
+    /// # Safety
+    /// Needs AVX2, and the block within every slice that KIND and SAVE use; the saved ones must be aligned to 32 bytes.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn block<const KIND: u8, const STATS: bool, const SAVE: bool>(&mut self, block: usize) -> __m256i {
+        let (zero, magnitude) = (_mm256_setzero_ps(), _mm256_set1_epi32(i32::MAX));
+        let mut largest = _mm256_setzero_si256();
+        for j in 0..VECTORS {
+            let at = block * BLOCK + 8 * j;
+            // SAFETY: at + 8 is not beyond the end of the block.
+            let value = unsafe {
+                let g = _mm256_mul_ps(_mm256_loadu_ps(self.gradient.add(at)), self.scale);
+                let step = if KIND == PLAIN {
+                    g
+                } else {
+                    let old = _mm256_loadu_ps(self.u.add(at));
+                    if SAVE {
+                        _mm256_stream_ps(self.saved_u.add(at), old);
+                    }
+                    let next = if KIND == MOMENTUM {
+                        _mm256_add_ps(_mm256_mul_ps(self.coefficient, old), g)
+                    } else {
+                        _mm256_mul_ps(self.coefficient, _mm256_add_ps(old, g))
+                    };
+                    _mm256_storeu_ps(self.u.add(at), next);
+                    if KIND == MOMENTUM { next } else { _mm256_add_ps(next, g) }
+                };
+                let old = _mm256_loadu_ps(self.v.add(at));
+                if SAVE {
+                    _mm256_stream_ps(self.saved_v.add(at), old);
+                }
+                let next = _mm256_add_ps(old, step);
+                _mm256_storeu_ps(self.v.add(at), next);
+                next
+            };
+            largest = _mm256_max_epi32(largest, _mm256_and_si256(_mm256_castps_si256(value), magnitude));
+            if STATS {
+                let seen = _mm256_max_ps(self.lens.see(value), zero);
+                self.sum = _mm256_add_ps(self.sum, seen);
+                self.max = _mm256_max_ps(self.max, seen);
+                let competes = _mm256_cmp_ps::<_CMP_GT_OQ>(seen, zero);
+                self.count = _mm256_sub_epi32(self.count, _mm256_castps_si256(competes));
+            }
+        }
+        largest
+    }
 }
 
 pub(super) fn scan(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec<Key>) {

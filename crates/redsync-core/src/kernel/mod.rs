@@ -9,7 +9,7 @@ mod portable;
 use crate::phase::Lens;
 
 /// Elements per call, so that a caller can bound what one call finds. A multiple of [`BLOCK`].
-pub(crate) const CHUNK: usize = 8192;
+pub(crate) const CHUNK: usize = 1 << 15;
 /// Elements per turn of the loops, which look for hits one block at a time.
 const BLOCK: usize = 64;
 /// Partial results of [`Stats`] within a chunk.
@@ -259,6 +259,36 @@ mod tests {
             x.iter().map(|x| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }).collect()
         };
         (finite, meaningful, bits(&u), bits(&v), bits(&saved_u), bits(&saved_v))
+    }
+
+    /// Long enough for every way in which a pass walks through blocks.
+    #[test]
+    fn every_level_gives_the_same_bits_in_long_slices() {
+        let mut state = 1u32;
+        let mut draw = |len: usize| -> Vec<f32> {
+            let next = |state: &mut u32| {
+                *state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+                (*state >> 8) as f32 / 8192.0 - 1024.0
+            };
+            (0..len).map(|_| next(&mut state)).collect()
+        };
+        for n in [CHUNK, CHUNK - 1, CHUNK / 4, CHUNK / 4 + 3 * BLOCK + 5, CHUNK / 4 - 1] {
+            let (g, u, v) = (draw(n), draw(n), draw(n));
+            for rule in [Rule::Plain, Rule::Momentum(0.9), Rule::Nesterov(0.9)] {
+                for (phase, stats, save) in [
+                    (Phase::Both, false, false),
+                    (Phase::Positive, true, false),
+                    (Phase::Negative, false, true),
+                ] {
+                    let plan = |level| Plan { level, rule, scale: 0.3, lens: phase.lens(), stats };
+                    let portable = run(&plan(Level::Portable), save, 900.0, &g, &u, &v);
+                    assert!(
+                        portable == run(&plan(Level::best()), save, 900.0, &g, &u, &v),
+                        "{n} {rule:?} {phase:?}"
+                    );
+                }
+            }
+        }
     }
 
     proptest! {
