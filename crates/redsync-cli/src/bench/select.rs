@@ -10,6 +10,9 @@ use serde::Serialize;
 
 /// Steps before the measured ones, in which residuals and carried thresholds settle.
 const WARM_UP: u64 = 6;
+/// Steps after which residuals move to other memory. A pass may be a tenth slower in one place than in another, for reasons beyond
+/// a program's reach; nobody shall have a good one, or a bad one, for a whole run.
+const MOVE_EVERY: u64 = 3;
 
 #[derive(Debug, Args)]
 pub struct Select {
@@ -61,6 +64,28 @@ impl Contestant {
         }
     }
 
+    /// Moves the residual to new memory, in exchange for that of the one that moved before.
+    fn move_away(&mut self) -> Result<()> {
+        match self {
+            Contestant::Accumulate(v)
+            | Contestant::StdSelectNth { v }
+            | Contestant::StdSelectNthReuse { v, .. } => {
+                let mut next = Field::zeros(v.len());
+                next.copy_from_slice(v);
+                *v = next;
+            }
+            Contestant::Selector(compressor, _) => {
+                let old = compressor.residual();
+                let mut next = Compressor::new(0, "bench", old.len(), *compressor.config())?;
+                let fits = next.residual_mut().restore(old.u(), old.v());
+                anyhow::ensure!(fits, "a residual does not fit into its copy");
+                next.set_memory(compressor.memory());
+                **compressor = next;
+            }
+        }
+        Ok(())
+    }
+
     fn step(&mut self, step: u64, gradient: &[f32], k: usize) -> Result<Outcome> {
         match self {
             Contestant::Accumulate(v) => {
@@ -94,6 +119,12 @@ impl Contestant {
             }
         }
     }
+}
+
+/// Reads the gradient, so that everyone finds it in the cache as far as it fits, and nothing to be written back: that the one before
+/// left unwritten costs the next up to a fifth of a pass.
+fn equal_caches(gradient: &[f32]) {
+    std::hint::black_box(gradient.iter().step_by(16).fold(0, |bits, g| bits ^ g.to_bits()));
 }
 
 fn kth_largest(magnitudes: &mut [f32], k: usize) -> f32 {
@@ -187,9 +218,13 @@ impl Select {
         let mut order: Vec<usize> = (0..contestants.len()).collect();
         for step in 0..WARM_UP + u64::from(steps) {
             dist.fill(&mut gradient, seed, step);
-            // In another order at every step: nobody always finds the gradient in the cache, nor what the same other left there.
+            // In another order at every step, so that nobody always has the same predecessor.
             order.shuffle(&mut generator(seed, step, u64::MAX));
+            if step % MOVE_EVERY == 0 {
+                order.iter().try_for_each(|at| contestants[*at].move_away())?;
+            }
             for at in order.iter().copied() {
+                equal_caches(&gradient);
                 let outcome = contestants[at].step(step, &gradient, k)?;
                 if step >= WARM_UP {
                     let (row, times) = &mut rows[at];
