@@ -1,6 +1,6 @@
 //! Elements above a floor, found in a pass over memory, in index order.
 //! Comes in: slices of a tensor. Goes out: keys. What must hold: the largest `keep` elements of what was passed over
-//! are among the keys, whatever the floor was raised to, and memory stays bounded by about twice `keep`.
+//! are among the keys, whatever the floor was raised to, and memory stays bounded by twice `keep` and two chunks.
 
 use crate::kernel::{self, CHUNK, Key, Level, Stats};
 use crate::largest::largest;

@@ -218,11 +218,12 @@ fn the_density_can_change_from_step_to_step() {
 
 #[test]
 fn half_precision_gradients_enter_as_their_f32_values() {
-    let values = normal(9000, 3);
+    let n = 70_000; // more than two chunks
+    let values = normal(n, 3);
     let f16s: Vec<_> = values.iter().map(|x| redsync_core::f16::from_f32(*x)).collect();
     let bf16s: Vec<_> = values.iter().map(|x| redsync_core::bf16::from_f32(*x)).collect();
     let accumulated = |g: Gradient<'_>| {
-        let mut layer = Compressor::new(0, "l", 9000, Config::default()).unwrap();
+        let mut layer = Compressor::new(0, "l", n, Config::default()).unwrap();
         layer.select(0, g, 0.5, &mut Workspace::new(1)).unwrap();
         layer.residual().v().to_vec()
     };

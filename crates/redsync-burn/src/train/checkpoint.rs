@@ -89,10 +89,11 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
     parent.map_or(Ok(()), |parent| fs::File::open(parent).and_then(|dir| dir.sync_all())).map_err(failed)
 }
 
-/// The sum over all values and the description, in a fixed order.
+/// The sum over all values, their names and the description, in a fixed order.
 fn checksum(tensors: &Tensors, about: &str) -> String {
     let mut slices: Vec<&[f32]> = tensors.iter().map(|(_, values)| &values[..]).collect();
-    let text: Vec<f32> = about.bytes().map(f32::from).collect();
+    let names = tensors.iter().flat_map(|(name, _)| name.bytes().chain([0]));
+    let text: Vec<f32> = names.chain(about.bytes()).map(f32::from).collect();
     slices.push(&text);
     format!("{:016x}", replica_hash(&slices))
 }

@@ -104,8 +104,9 @@ mod tests {
         bytes(&mut event, 3, b"brain.Event:2");
         let expected = [
             0x18, 0, 0, 0, 0, 0, 0, 0, 0xa3, 0x7f, 0x4b, 0x22, 0x09, 0, 0, 0, 0, 0, 0, 0xf8, 0x3f, 0x1a,
-            0x0d, b'b', b'r', b'a', b'i', b'n', b'.', b'E', b'v', b'e', b'n', b't', b':', b'2',
+            0x0d, b'b', b'r', b'a', b'i', b'n', b'.', b'E', b'v', b'e', b'n', b't', b':', b'2', 0x2a, 0x28,
+            0x64, 0x6c,
         ];
-        assert_eq!(record(&event)[..expected.len()], expected);
+        assert_eq!(record(&event), expected);
     }
 }

@@ -138,7 +138,7 @@ pub struct EpochSummary {
     pub metric: f64,
 }
 
-/// The trained network on the test data.
+/// The trained network on the test data; after an interruption what the last epoch's test said, or NaN (null in JSON).
 #[derive(Clone, Copy, Debug, Serialize)]
 #[allow(missing_docs)]
 pub struct Final {
@@ -205,7 +205,7 @@ impl Metrics {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
             other => other.map_err(failed)?,
         };
-        if !old.is_empty() && !self.append {
+        if !old.is_empty() && (!self.append || old.lines().any(|line| is_of_another(line, run))) {
             return Err(TrainError::Setting(format!(
                 "{} is of another run: give another --out",
                 path.display()
@@ -235,9 +235,24 @@ impl Metrics {
     }
 }
 
+/// Whether a line tells of a run that is not this one.
+fn is_of_another(line: &str, run: &RunRecord) -> bool {
+    let told: Result<serde_json::Value, _> = serde_json::from_str(line);
+    let ours = serde_json::json!({
+        "model": run.model, "data": run.data, "method": run.method, "seed": run.seed, "steps_per_epoch": run.steps_per_epoch,
+    });
+    let differs = |told: &serde_json::Value| {
+        ours.as_object().is_some_and(|ours| ours.iter().any(|(key, value)| told[key] != *value))
+    };
+    told.is_ok_and(|told| told["kind"] == "run" && differs(&told))
+}
+
 /// Whether a line is whole, and of a time before the step with which a run begins.
 fn is_before(line: &str, run: &RunRecord) -> bool {
     let Ok(record) = serde_json::from_str::<serde_json::Value>(line) else { return false };
+    if !line.ends_with('\n') {
+        return false;
+    }
     let epochs = run.step / run.steps_per_epoch.max(1);
     match record["kind"].as_str() {
         Some("step") => record["step"].as_u64().is_some_and(|step| step <= run.step),
@@ -338,18 +353,22 @@ mod tests {
     #[test]
     fn a_torn_line_and_what_came_after_the_checkpoint_go_when_a_run_is_resumed() {
         let dir = tempfile::tempdir().expect("a directory");
+        Metrics::new(dir.path(), false).begin(&run(0)).expect("new metrics");
+        let told = std::fs::read_to_string(dir.path().join("metrics.jsonl")).expect("metrics");
         let old = concat!(
-            "{\"kind\":\"run\"}\n",
             "{\"kind\":\"step\",\"step\":9}\n",
             "{\"kind\":\"epoch\",\"epoch\":1}\n",
             "{\"kind\":\"layer\",\"epoch\":1}\n",
             "{\"kind\":\"step\",\"step\":14}\n",
             "{\"kind\":\"epoch\",\"epoch\":2}\n",
-            "{\"kind\":\"step\",\"st"
         );
-        std::fs::write(dir.path().join("metrics.jsonl"), old).expect("old metrics");
-        Metrics::new(dir.path(), true).begin(&run(12)).expect("resumed metrics");
-        assert_eq!(kinds(dir.path()), ["step", "epoch", "layer", "run"]);
+        // The last line lost its end, or only the end of the line.
+        for torn in ["{\"kind\":\"step\",\"st", "{\"kind\":\"step\",\"step\":10}"] {
+            std::fs::write(dir.path().join("metrics.jsonl"), format!("{told}{old}{torn}"))
+                .expect("old metrics");
+            Metrics::new(dir.path(), true).begin(&run(12)).expect("resumed metrics");
+            assert_eq!(kinds(dir.path()), ["step", "epoch", "layer", "run"]);
+        }
     }
 
     #[test]
@@ -357,6 +376,9 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         Metrics::new(dir.path(), false).begin(&run(0)).expect("new metrics");
         let refused = Metrics::new(dir.path(), false).begin(&run(0)).expect_err("a second run");
+        assert!(refused.to_string().contains("is of another run"), "{refused}");
+        let other = RunRecord { seed: 2, ..run(12) };
+        let refused = Metrics::new(dir.path(), true).begin(&other).expect_err("resumed in a wrong place");
         assert!(refused.to_string().contains("is of another run"), "{refused}");
         assert_eq!(kinds(dir.path()), ["run"]);
     }

@@ -175,7 +175,7 @@ impl Settings {
         }
         let epochs = [("warm-up-epochs", self.warm_up_epochs), ("lr-warm-up-epochs", self.lr_warm_up_epochs)];
         if let Some((name, value)) = epochs.into_iter().find(|(_, value)| !(0.0..1e6).contains(value)) {
-            return refuse(format!("{name} is {value}, and cannot be negative"));
+            return refuse(format!("{name} is {value}, and must lie in 0 .. 1000000"));
         }
         let counts = [
             ("epochs", self.epochs as usize),

@@ -516,7 +516,9 @@ impl<'a> Trainer<'a> {
         if let Some(dir) = &dir {
             self.save(dir)?;
         }
-        let last = self.records.last().map_or((f64::NAN, f64::NAN), |last| (last.test_loss, last.metric));
+        // Epochs of text are judged by the validation text, which says nothing about the test text.
+        let last = self.records.last().filter(|_| !matches!(self.net, Net::Words(_)));
+        let last = last.map_or((f64::NAN, f64::NAN), |last| (last.test_loss, last.metric));
         let summary = self.summarize(Final { loss: last.0, metric: last.1 })?;
         Ok(Ended { summary, interrupted: Some((self.sync.step(), dir)) })
     }
@@ -626,6 +628,9 @@ impl Trainer<'_> {
             } else {
                 Vec::new()
             });
+        }
+        if let Some(name) = tensors.keys().min() {
+            return Err(wrong(&format!("has {name}, which is not of this model")));
         }
         let records = checkpoint::read_epochs(&about["epochs"]);
         let seconds = serde_json::from_value(about["seconds"].clone());

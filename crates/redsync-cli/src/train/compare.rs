@@ -27,7 +27,7 @@ pub struct Compare {
 
 impl Compare {
     pub fn run(self) -> Result<()> {
-        let options = self.options.with_file(self.config.as_deref())?;
+        let options = self.options.clone().with_file(self.config.as_deref())?;
         if options.method.is_some() {
             return Err(usage("compare takes --methods with a list, not --method".into()));
         }
@@ -46,16 +46,25 @@ impl Compare {
         for mut job in jobs {
             let out = job.directory()?;
             let Some(ended) = job.run(&out)? else { continue };
-            if ended.interrupted.is_some() {
-                print(&summaries);
-                bail!("interrupted in the training by {}; those shown are complete", ended.summary.method);
+            if let Some((step, dir)) = &ended.interrupted {
+                self.show(&summaries)?;
+                let method = ended.summary.method;
+                let rest = dir.as_ref().map_or(String::new(), |dir| {
+                    let dir = dir.display();
+                    format!("; its checkpoint is for train --method {method} --checkpoint-dir {dir} --resume")
+                });
+                bail!("interrupted after {step} steps by {method}, those shown are complete{rest}");
             }
             summaries.push(ended.summary);
         }
+        self.show(&summaries)
+    }
+
+    fn show(&self, summaries: &[Summary]) -> Result<()> {
         match self.json {
             true => print_json(&summaries),
             false => {
-                print(&summaries);
+                print(summaries);
                 Ok(())
             }
         }

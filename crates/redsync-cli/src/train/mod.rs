@@ -242,7 +242,7 @@ fn tell(errors: Vec<(usize, anyhow::Error)>) -> Option<String> {
 
 /// Whether a rank only says that another one went.
 fn is_echo(error: &str) -> bool {
-    error.contains("left")
+    error.contains("left the group")
 }
 
 /// Set by Ctrl-C; a second Ctrl-C ends the program at once.
@@ -265,6 +265,7 @@ fn stopper() -> &'static AtomicBool {
 /// What a summary says of its metric.
 fn metric(summary: &Summary) -> String {
     match summary.metric_name {
+        _ if summary.end.metric.is_nan() => "not measured".into(),
         "accuracy" => format!("{:.2}%", 100.0 * summary.end.metric),
         _ => format!("{:.2}", summary.end.metric),
     }

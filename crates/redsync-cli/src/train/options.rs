@@ -226,7 +226,7 @@ struct Names {
 fn read(path: &Path) -> Result<Options> {
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let one_line = |error: toml::de::Error| {
-        let line = error.span().map(|span| text[..span.start.min(text.len())].lines().count().max(1));
+        let line = error.span().map(|span| text[..span.start.min(text.len())].matches('\n').count() + 1);
         let place = line.map_or(String::new(), |line| format!(" line {line}"));
         usage(format!("{}{place}: {}", path.display(), error.message().replace('\n', ", ")))
     };

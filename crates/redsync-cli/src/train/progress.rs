@@ -45,6 +45,12 @@ impl Observer for Teller {
         let total = run.steps_per_epoch * u64::from(run.epochs);
         let what = if run.words { "words" } else { "images" };
         self.run = Some(run.clone());
+        if self.terminal {
+            let style = ProgressStyle::with_template("{bar:28.cyan} {pos}/{len} {elapsed} +{eta} {wide_msg}");
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+            self.bar = style.map_or(bar.clone(), |style| bar.with_style(style)).with_position(run.step);
+            self.bar.reset_eta();
+        }
         self.line(format!(
             "{} on {}: {} parameters, {} of them compressed by {}; {} {} workers, {} {} each; {} epochs of {} steps",
             run.model,
@@ -59,12 +65,6 @@ impl Observer for Teller {
             run.epochs,
             grouped(run.steps_per_epoch as usize),
         ));
-        if self.terminal {
-            let style = ProgressStyle::with_template("{bar:28.cyan} {pos}/{len} {elapsed} +{eta} {wide_msg}");
-            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-            self.bar = style.map_or(bar.clone(), |style| bar.with_style(style)).with_position(run.step);
-            self.bar.reset_eta();
-        }
         Ok(())
     }
 

@@ -81,7 +81,3 @@ pub fn tensors() -> impl Strategy<Value = Vec<f32>> {
         n.prop_flat_map(|n| proptest::collection::vec(0f32..1e-40, n)),
     ]
 }
-
-pub fn phases() -> impl Strategy<Value = Values> {
-    prop_oneof![Just(Values::F32), Just(Values::Asq)]
-}
