@@ -82,6 +82,7 @@ class Checkpoint:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._path.with_suffix(".new")
         torch.save({"epoch": epoch, **{name: part.state_dict() for name, part in self._parts.items()}}, fresh)
+        dist.barrier()  # all have written, or nobody puts the new one in its place
         os.replace(fresh, self._path)
 
     def load(self) -> int:

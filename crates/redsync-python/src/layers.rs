@@ -20,7 +20,7 @@ pyo3::create_exception!(
     redsync,
     RefusedMessage,
     PyRuntimeError,
-    "A peer's message that is not what it should be."
+    "A peer's message that is not what it should be: a text and, if it is known, the rank."
 );
 
 /// What a layer remembers, as plain numbers: for each phase the bits of two thresholds, and a count.
@@ -72,9 +72,10 @@ fn wrong(what: impl Into<String>) -> PyErr {
 fn refused(error: SyncError) -> PyErr {
     match error {
         SyncError::Layer(_) => RefusedGradient::new_err(error.to_string()),
-        SyncError::Frame { .. } | SyncError::Message { .. } | SyncError::Apply { .. } => {
-            RefusedMessage::new_err(error.to_string())
+        SyncError::Frame { rank, .. } | SyncError::Message { rank, .. } => {
+            RefusedMessage::new_err((error.to_string(), rank))
         }
+        SyncError::Apply { .. } => RefusedMessage::new_err(error.to_string()),
         _ => wrong(error.to_string()),
     }
 }
@@ -338,6 +339,8 @@ impl Layers {
             return Err(refuse("u or v has another number of elements, or is not finite"));
         }
         compressor.set_memory(memory);
+        // Its last step cannot be taken back any more.
+        sending.touched.1.retain(|touched| *touched != layer);
         Ok(())
     }
 

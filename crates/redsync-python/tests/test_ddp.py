@@ -4,14 +4,16 @@ scaled losses, half precision, other layouts of memory."""
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 
 import pytest
 import redsync
 import torch
 from models import IMAGES, VECTORS, batch, cnn, ddp, mlp, step, weights
-from ranks import on_ranks
+from ranks import on_ranks, outcomes
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 LOSSLESS = {"density": 1.0, "method": "rgc", "masking": False, "dense_below": 0}
 
@@ -126,6 +128,80 @@ def test_a_layer_that_some_ranks_used_stays_equal_everywhere():
         return attachment.check_replicas()
 
     assert len(set(on_ranks(3, run))) == 1
+
+
+def test_a_parameter_without_gradient_is_named_by_ddp_at_once():
+    """The backward pass ends without the last bucket; nobody may wait for it."""
+
+    def run():
+        model = ddp(Branches())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        redsync.attach(model, optimizer, deadline=100.0)
+        begin = time.monotonic()
+        try:
+            for number in range(2):
+                branch_step(model, optimizer, number, "left")
+        except RuntimeError as error:
+            return str(error), time.monotonic() - begin
+        return "", 0.0
+
+    for text, seconds in on_ranks(2, run):
+        assert "find_unused_parameters" in text and seconds < 50
+
+
+class Checkpointed(nn.Module):
+    """Its end computes its activations again, in a backward pass within the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.begin, self.end = nn.Linear(256, 256), nn.Sequential(nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128))
+
+    def forward(self, inputs):
+        return checkpoint(self.end, self.begin(inputs), use_reentrant=True)
+
+
+def test_reentrant_checkpoints_of_activations_train():
+    def run(attached):
+        model = ddp(Checkpointed())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if attached:
+            redsync.attach(model, optimizer, **LOSSLESS)
+        for number in range(5):
+            step(model, optimizer, number, VECTORS, 128)
+        return weights(model)
+
+    assert_equal_runs(on_ranks(2, run, False), on_ranks(2, run, True, limit=60))
+
+
+def test_parameters_that_ddp_ignores_stay_with_the_optimizer():
+    def run(attached):
+        net = Branches()
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["left.weight"])
+        net.right.requires_grad_(False)
+        optimizer = torch.optim.SGD([net.left.weight], lr=0.05, momentum=0.9)
+        model = ddp(net)
+        if attached:
+            redsync.attach(model, optimizer)
+        for number in range(4):
+            branch_step(model, optimizer, number, "left")
+        return weights(model)
+
+    for theirs, mine in zip(on_ranks(2, run, False), on_ranks(2, run, True)):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, mine))
+
+
+def test_a_parameter_frozen_after_ddp_took_it_is_refused():
+    def run():
+        net = mlp()
+        model = ddp(net, find_unused_parameters=True)
+        net[2].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        redsync.attach(model, optimizer)
+        step(model, optimizer, 0, VECTORS, 128)
+
+    for kind, text in outcomes(2, run):
+        assert kind == "UsageError" and "set requires_grad before" in text, text
 
 
 def test_a_static_graph_works():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import OrderedDict
 
 import pytest
 import redsync
@@ -79,6 +80,37 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_with_its_place(value, wor
         assert f"layer 2.weight, step 2: the gradient is {word} at element 1536" in text
 
 
+def test_a_reason_arrives_whole_after_messages_that_were_empty():
+    def run():
+        name = "a_layer_with_a_name_that_is_longer_than_any_message_of_a_layer_without_gradient" * 2
+        net = nn.Sequential(OrderedDict([(name, nn.Linear(256, 256, bias=False))]))
+        model = ddp(net, broadcast_buffers=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        redsync.attach(model, optimizer, deadline=DEADLINE)
+        for number in range(60):
+            optimizer.zero_grad()
+            value = float("nan") if number == 59 and dist.get_rank() == 1 else 0.0
+            model(torch.full((2, 256), value)).sum().backward()
+            optimizer.step()
+
+    for kind, text in outcomes(2, run):
+        assert kind == "GradientError" and "step 59: the gradient is NaN at element 0" in text, text
+
+
+def test_a_dead_peer_is_named_by_a_comparison_too():
+    def run():
+        model, optimizer, attachment = setup()
+        step(model, optimizer, 0, VECTORS, 128)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            attachment.check_replicas()
+        except redsync.PeerError as error:
+            return error.ranks
+
+    assert outcomes(2, run, limit=60)[0] == ("ok", (1,))
+
+
 def test_after_a_failure_everything_says_the_same():
     def run():
         model, _, attachment = setup()
@@ -110,14 +142,14 @@ def test_damaged_bytes_are_refused_and_name_the_rank():
             return start(key, kind, payload, expected, limit)
 
         attachment._channel.start = damaging
-        before = None
-        for number in range(4):
-            before = attachment.stats().step
-            step(model, optimizer, number, VECTORS, 128)
-        return before
+        try:
+            for number in range(4):
+                step(model, optimizer, number, VECTORS, 128)
+        except redsync.PeerError as error:
+            return str(error), error.ranks
 
-    for kind, text in outcomes(2, run):
-        assert kind == "PeerError" and "frame of rank 1" in text and "checksum" in text, text
+    for kind, (text, ranks) in outcomes(2, run):
+        assert kind == "ok" and "frame of rank 1" in text and "checksum" in text and ranks == (1,), text
 
 
 def test_a_message_of_an_absurd_length_is_refused_before_memory_is_taken():

@@ -78,6 +78,26 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, ranks, settings):
             assert all(torch.equal(tensor, other["layers"][name][key]) for key, tensor in layer.items())
 
 
+def test_a_schedule_of_the_momentum_resumes_to_the_same_bits():
+    """What is saved of Nesterov momentum is of the coefficient of its step, and the next step has another one."""
+
+    def run(resumed):
+        parts = setup(density=0.01)
+        for number in range(12):
+            if number == 6 and resumed:
+                state = [part.state_dict() for part in (parts[0].module, parts[1], parts[3])]
+                parts = setup(density=0.01)
+                for part, saved in zip((parts[0].module, parts[1], parts[3]), state):
+                    part.load_state_dict(saved)
+            for group in parts[1].param_groups:
+                group["momentum"] = 0.9 - 0.05 * number if number else 0.0
+            step(parts[0], parts[1], number, VECTORS, 128)
+        return weights(parts[0])
+
+    for whole, resumed in zip(on_ranks(2, run, False), on_ranks(2, run, True)):
+        assert all(torch.equal(a, b) for a, b in zip(whole, resumed))
+
+
 @pytest.mark.parametrize("new", [1, 2, 4])
 def test_another_number_of_ranks_keeps_the_sums(tmp_path, new):
     def first():
@@ -145,7 +165,9 @@ def damaged(change):
         (lambda s: s["layers"].pop("0.weight"), "not in both: 0.weight"),
         (lambda s: s["layers"]["0.weight"].update(v=torch.zeros(3)), "0.weight: v of the state has another shape"),
         (lambda s: s["layers"]["0.weight"]["u"].fill_(float("nan")), "or is not finite"),
-        (lambda s: s["layers"]["2.weight"].pop("u"), "only one of the state and the optimizer has momentum"),
+        (lambda s: s["layers"]["2.weight"]["remembering"].fill_(-1), "2.weight: remembering of the state is none"),
+        (lambda s: s["layers"]["2.weight"]["momentum"][1].fill_(0), "has Nesterov momentum"),
+        (lambda s: s["layers"]["2.weight"].pop("u"), "2.weight: the optimizer has momentum, the state has none"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -43,6 +44,9 @@ def attach(make_model=lambda: ddp(mlp()), make_optimizer=sgd, **settings):
         ({"plan": {"4.weight": "carried+asq"}}, "4.weight is the output, which is never quantized"),
         ({"output": "9.weight"}, "no parameter of the model"),
         ({"warmup": ("slow", 3)}, "choose dense or ramp"),
+        ({"warmup": 0.5}, "a warmup of 0.5 is none: give a number of steps"),
+        ({"warmup": -1}, "a warmup of -1 is none"),
+        ({"density": "some"}, "density"),
         ({"deadline": 0}, "deadline"),
     ],
 )
@@ -65,6 +69,30 @@ def test_attaching_twice_is_refused():
 
     for text in on_ranks(2, run):
         assert "attached to this model already" in text
+
+
+def test_an_optimizer_outlives_the_model_that_was_attached():
+    def run():
+        net = mlp()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model = ddp(net)
+        redsync.attach(model, optimizer)
+        step(model, optimizer, 0, VECTORS, 128)
+        other = ddp(net)
+        try:
+            redsync.attach(other, optimizer)
+        except redsync.UsageError as error:
+            text = str(error)
+        del model
+        gc.collect()
+        step(other, optimizer, 1, VECTORS, 128)
+        normal = all("momentum_buffer" in optimizer.state[p] for p in net.parameters())
+        last = ddp(net)
+        attachment = redsync.attach(last, optimizer)
+        return text, normal, redsync.of() is attachment
+
+    for text, normal, only in on_ranks(2, run):
+        assert "close() that attachment first" in text and normal and only
 
 
 def test_a_model_with_another_hook_is_refused_and_the_optimizer_left_alone():

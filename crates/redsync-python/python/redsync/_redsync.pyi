@@ -11,7 +11,7 @@ class RefusedGradient(RuntimeError):
     """A gradient that cannot be accumulated."""
 
 class RefusedMessage(RuntimeError):
-    """A peer's message that is not what it should be."""
+    """A peer's message that is not what it should be: a text and, if it is known, the rank."""
 
 def replica_hash(tensors: Sequence[torch.Tensor]) -> int:
     """The hash of tensors of single precision, to compare replicas by."""

@@ -12,8 +12,11 @@ kept by parameter, never by bucket, which DDP builds anew.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import logging
+import operator
 import time
 import warnings
 import weakref
@@ -26,12 +29,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _redsync
-from .channel import Channel
-from .errors import Error, MismatchError, UsageError
+from .channel import Broken, Channel
+from .errors import Error, MismatchError, PeerError, UsageError
 from .exchange import Bucket, Exchange, Part, Step
 from .optimizer import Steps, check_optimizer
 from .staging import Staging
-from .state import FORMAT, flat_like, reshare, restore_layer, save_layer
+from .state import FORMAT, check_layer, flat_like, momentum_of, reshare, restore_layer, save_layer
 from .stats import Meter, Stats
 from .watch import Watch
 
@@ -41,6 +44,9 @@ Method = Literal["rgc+asq", "rgc", "rgc-naive", "sgd"]
 Warmup = int | tuple[Literal["dense", "ramp"], int]
 
 _attached: weakref.WeakKeyDictionary[torch.nn.Module, Attachment] = weakref.WeakKeyDictionary()
+"""What `of` finds."""
+_open: weakref.WeakSet[Attachment] = weakref.WeakSet()
+"""What acts on an optimizer, also where the model is gone and waits to be collected."""
 
 
 def attach(
@@ -65,6 +71,9 @@ def attach(
     Each rank adds its gradients to a residual, sends the largest of it and keeps the rest for later steps. Forward, backward
     and ``optimizer.step()`` are written as always.
 
+    A model whose process group is not the whole world: let every rank of the world attach the same number of times, or make all
+    groups before; PyTorch numbers the groups that ranks make, and `attach` makes one.
+
     Args:
         model: the model, wrapped by ``DistributedDataParallel``.
         optimizer: its ``torch.optim.SGD``. Momentum of compressed layers moves into the compressor.
@@ -80,7 +89,8 @@ def attach(
         masking: clear the momentum of what was sent.
         bf16: send values that are not quantized as bfloat16.
         scaler: the ``torch.amp.GradScaler`` of the loss, if there is one. A step that it skips is taken back everywhere.
-        deadline: seconds after which a rank that does not answer is given up.
+        deadline: seconds after which a rank that does not answer is given up. A rank that is busy with something else for longer
+            (a validation on rank 0 only, a slow checkpoint) does not answer either: give more than that takes.
         threads: threads that compress one layer.
         log_every: a line to the logger ``redsync`` at level INFO every so many steps; 0 for none.
 
@@ -115,10 +125,33 @@ def attach(
         "dense_below": dense_below,
         "masking": masking,
         "bf16": bf16,
-        "warm_up": ("dense", warmup) if isinstance(warmup, int) else warmup,
+        "warm_up": warmup,
     }
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
     return Attachment(model, optimizer, settings, output, scaler, deadline, threads, log_every)
+
+
+def _warm_up(warmup: Any) -> tuple[str, int]:
+    kind, steps = warmup if isinstance(warmup, tuple) and len(warmup) == 2 else ("dense", warmup)
+    try:
+        steps = operator.index(steps)
+    except TypeError:
+        steps = -1
+    if steps < 0 or not isinstance(kind, str):
+        raise UsageError(f'a warmup of {warmup!r} is none: give a number of steps, or ("ramp", steps)')
+    return kind, steps
+
+
+def _check_free(parameters: Sequence[torch.Tensor]) -> None:
+    """A parameter has one compressor: two would take its momentum away from each other."""
+
+    def taken() -> bool:
+        return any(not set(other._parameters).isdisjoint(parameters) for other in _open)
+
+    if taken():
+        gc.collect()  # a model that nobody has any more closes its attachment when it goes
+    if taken():
+        raise UsageError("redsync is attached to another model with the same parameters; close() that attachment first")
 
 
 def _check_model(model: DistributedDataParallel) -> None:
@@ -154,7 +187,8 @@ class Attachment:
         threads: int,
         log_every: int,
     ) -> None:
-        named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+        ignored = set(model.parameters_to_ignore)  # by DDP, which leaves them to the user
+        named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
@@ -165,11 +199,11 @@ class Attachment:
         problem = self._prepare(model, optimizer, settings, output, threads)
         # Only now, because a rank that has nothing to say would let the others wait.
         channel = Channel(model.process_group, deadline - grace, device)
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(channel.close)
             self._agree(channel, settings, problem)
-        except BaseException:
-            channel.close()
-            raise
+            self._watch = Watch(str(channel.group.group_name), channel.rank, channel.size, grace)
+            opened.pop_all()
         assert isinstance(optimizer, torch.optim.SGD)
         choices = self._layers.choices()
         self._channel = channel
@@ -179,7 +213,6 @@ class Attachment:
         bits = [_bits(choice, settings["bf16"]) for choice in choices]
         small = [n for n, size in enumerate(sizes) if bits[n] == 0 and 4 * size < max(settings["dense_below"], 1)]
         self._meter = Meter(self._names, choices, sizes, [p.element_size() for p in self._parameters])
-        self._watch = Watch(str(channel.group.group_name), channel.rank, channel.size, grace)
         self._staging = Staging(device)
         self._exchange = Exchange(self._layers, sizes, bits, small, channel, self._watch, self._meter, self._staging, deadline)
         self._number = 0
@@ -194,6 +227,9 @@ class Attachment:
             raise UsageError(f"DDP does not take the communication hook: {str(error).splitlines()[0]}") from error
         self._steps = Steps(optimizer, lambda: self._compressed_now)
         _attached[model] = self
+        _open.add(self)
+        # The optimizer holds on to this object, and may go on with another model.
+        weakref.finalize(model, self.close).atexit = False
 
     def _prepare(
         self,
@@ -205,7 +241,11 @@ class Attachment:
     ) -> str | None:
         """Everything that needs no other rank. Returns what is wrong with it."""
         try:
+            settings["warm_up"] = _warm_up(settings["warm_up"])
+            if not hasattr(dist.Store, "clone"):
+                raise UsageError(f"PyTorch {torch.__version__} is too old: its stores cannot be cloned; 2.15 is tested")
             _check_model(model)
+            _check_free(self._parameters)
             check_optimizer(optimizer, self._scaler is not None)
             groups = {p: group for group in optimizer.param_groups for p in group["params"]}
             layers = self._describe(output if output is not None else _output(model.module), output, groups)
@@ -214,8 +254,9 @@ class Attachment:
             rank, ranks = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
             undo = self._scaler is not None
             self._layers = _redsync.Layers(layers, self._momenta, rank=rank, ranks=ranks, undo=undo, threads=threads, **settings)
-        except ValueError as error:
-            return str(error)
+        except (ValueError, TypeError, OverflowError) as error:
+            # Which argument it is about stands in a note.
+            return "; ".join([str(error), *getattr(error, "__notes__", [])])
         return None
 
     def _describe(self, last: str | None, asked: str | None, groups: Mapping[torch.Tensor, Any]) -> list[tuple[str, int, str]]:
@@ -278,12 +319,21 @@ class Attachment:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         parts = self._parts(bucket, buffer)
         self._exchange.submit(Bucket(step, bucket.index(), parts, buffer, future, bucket.is_last(), self._staging.mark()))
+        if bucket.is_last():
+            # Not before: a backward pass may end without it (DDP complains then, at the next forward pass), and what an inner
+            # backward pass queues, as of checkpointed activations, is called at the end of that one.
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return future
 
     def _parts(self, bucket: GradBucket, buffer: torch.Tensor) -> list[Part]:
         parts, begin = [], 0
         for parameter in bucket.parameters():
-            number, size = self._numbers[parameter], parameter.numel()
+            number, size = self._numbers.get(parameter), parameter.numel()
+            if number is None:
+                raise UsageError(
+                    "DDP reduces a parameter that was frozen between DistributedDataParallel(...) and redsync.attach(...): "
+                    "set requires_grad before the first of them"
+                )
             used = self._unused is None or number not in self._unused
             parts.append(Part(number, buffer.narrow(0, begin, size), used))
             begin += size
@@ -309,7 +359,6 @@ class Attachment:
             )
         self._steps.taken = False
         self._step = Step(self._number, density, scale)
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _move_momentum(self) -> None:
         """Compressors follow the momentum of the user's groups; what the optimizer has gathered becomes theirs, once."""
@@ -339,7 +388,7 @@ class Attachment:
         self._steps.taken |= step.not_finite
         if self._unused is not None:
             self._unused.update(self._compressed)
-        self._meter.finish(step.number, 1e3 * (time.perf_counter() - begin))
+        self._meter.finish(step.number, 1e3 * (time.perf_counter() - begin), step.density is not None)
         if self._log_every and self._number % self._log_every == 0:
             log.info("%s", self._meter.snapshot())
 
@@ -373,7 +422,7 @@ class Attachment:
             >>> torch.save(attachment.state_dict(), f"redsync-{rank}.pt")               # doctest: +SKIP
         """
         self._check_between()
-        layers = {self._names[n]: save_layer(self._layers, n, self._parameters[n]) for n in self._compressed}
+        layers = {self._names[n]: save_layer(self._layers, n, self._parameters[n], self._momenta[n]) for n in self._compressed}
         return {
             "format": FORMAT,
             "step": self._number,
@@ -402,13 +451,17 @@ class Attachment:
         except UsageError as error:
             problem, mine = str(error), {}
         said = json.dumps({"the state": problem, "the step of the state": mine.get("step")})
-        for peer, text in enumerate(_exchange_texts(self._channel, said)):
+        for peer, text in enumerate(_exchange_texts(self._channel, said, self._watch)):
             if problem is None:
                 _compare(peer, json.loads(text), json.loads(said))
         if problem is not None:
             raise UsageError(problem)
         for number in self._compressed:
-            restore_layer(self._layers, number, self._parameters[number], mine["layers"][self._names[number]])
+            saved = mine["layers"][self._names[number]]
+            if "u" in saved:  # which is of the momentum that was, in the Nesterov form; a schedule may have moved on
+                self._momenta[number] = momentum_of(saved)
+                self._layers.set_momentum(number, *self._momenta[number])
+            restore_layer(self._layers, number, self._parameters[number], saved)
         self._number = int(mine["step"])
         self._fresh = {number for number in self._compressed if self._names[number] in set(mine["fresh"])}
         self._compressed_now = frozenset()
@@ -424,19 +477,20 @@ class Attachment:
         if ours != theirs:
             raise UsageError(f"the state compresses other layers; not in both: {', '.join(sorted(ours ^ theirs))}")
         for number in self._compressed:
-            saved, parameter = state["layers"][self._names[number]], self._parameters[number]
-            for key, tensor in saved.items():
-                if key in ("u", "v") and (tensor.shape != parameter.shape or not bool(tensor.isfinite().all())):
-                    raise UsageError(f"{self._names[number]}: {key} of the state has another shape, or is not finite")
-            if ("u" in saved) != self._layers.has_momentum(number):
-                raise UsageError(f"{self._names[number]}: only one of the state and the optimizer has momentum")
+            problem = check_layer(
+                state["layers"][self._names[number]],
+                self._parameters[number],
+                self._momenta[number] if self._layers.has_momentum(number) else None,
+            )
+            if problem is not None:
+                raise UsageError(f"{self._names[number]}: {problem}")
 
     def check_replicas(self) -> int:
         """Compares the parameters of all ranks, bit by bit, and returns their hash. All ranks call it."""
         self._check_between()
         tensors = [p.detach().to("cpu", torch.float32).contiguous() for p in self._parameters]
         ours = {name: _redsync.replica_hash([tensor]) for name, tensor in zip(self._names, tensors)}
-        texts = _exchange_texts(self._channel, json.dumps(ours))
+        texts = _exchange_texts(self._channel, json.dumps(ours), self._watch)
         first = json.loads(texts[0])
         for rank, text in enumerate(texts):
             theirs = json.loads(text)
@@ -451,8 +505,13 @@ class Attachment:
             raise UsageError("a backward pass is under way; this has to happen between two steps")
 
     def close(self) -> None:
-        """Ends the threads. The model cannot be trained any further with this attachment."""
+        """Ends the threads and leaves the optimizer as it was. The model cannot be trained any further with this attachment; that
+        happens by itself when the model goes."""
         self._steps.close()
+        self._compressed_now = frozenset()
+        _open.discard(self)
+        for model in [model for model, attachment in _attached.items() if attachment is self]:
+            del _attached[model]
         self._closing()
 
 
@@ -476,10 +535,14 @@ def _bits(choice: str, bf16: bool) -> int:
     return 12 if choice.endswith("+asq") else 28 if bf16 else 44
 
 
-def _exchange_texts(channel: Channel, text: str) -> list[str]:
+def _exchange_texts(channel: Channel, text: str, watch: Watch | None = None) -> list[str]:
     try:
         return channel.exchange(text)
+    except PeerError:
+        raise
     except RuntimeError as error:
+        if watch is not None and isinstance(error, Broken):
+            raise watch.blame(str(error)) from error
         raise Error(f"the ranks could not be compared, because not all of them came: {str(error).splitlines()[0]}") from error
 
 

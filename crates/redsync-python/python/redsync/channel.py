@@ -27,6 +27,9 @@ class Broken(Error):
 HEADER = 8
 """Bytes in front of a message: its length and, in the lowest byte, its kind."""
 
+LEAST_BYTES = 480
+"""Every block has room for so many, so that a reason to give up arrives at once."""
+
 FRAME, GAVE_UP, NOT_FINITE = 0, 1, 2
 """Kinds of messages: a frame; the reason why this rank cannot go on; a gradient that overflowed, of a scaled loss."""
 
@@ -124,7 +127,7 @@ class Channel:
         longest = max(gathered.lengths)
         need = longest + longest // 64 + 32
         old = gathered.capacity
-        self._capacities[gathered.key] = max(need, old - (old - need) // 8)
+        self._capacities[gathered.key] = max(LEAST_BYTES, need, old - (old - need) // 8)
 
     def finish_rest(self, some: Sequence[Gathered]) -> None:
         """Exchanges what did not fit, of all collectives of a step in one. Does nothing if all did."""

@@ -25,14 +25,11 @@ import torch
 import torch.distributed as dist
 
 from . import _redsync
-from .channel import FRAME, GAVE_UP, NOT_FINITE, Broken, Channel, Gathered, wait
+from .channel import FRAME, GAVE_UP, LEAST_BYTES, NOT_FINITE, Broken, Channel, Gathered, wait
 from .errors import Error, GradientError, PeerError
 from .staging import Staging
 from .stats import Meter
 from .watch import Watch
-
-REASON_BYTES = 480
-"""A reason to give up is cut to fit into any block."""
 
 MESSAGE_HEADER = 24
 FRAME_HEADER = 32
@@ -206,9 +203,9 @@ class Exchange:
         sizes = [self._sizes[layer] for layer in layers]
         guess = [size * (step.density or 0.0) * self._bits[layer] / 8 for size, layer in zip(sizes, layers)]
         headers = FRAME_HEADER + MESSAGE_HEADER * len(layers)
-        expected = max(REASON_BYTES, headers + int(sum(guess)) + 64)
+        expected = max(LEAST_BYTES, headers + int(sum(guess)) + 64)
         # Codes of indices are shorter than 64 bits.
-        limit = REASON_BYTES + headers + sum(12 * size + 8 for size in sizes)
+        limit = LEAST_BYTES + headers + sum(12 * size + 8 for size in sizes)
         return self._channel.start((layers, step.density), kind, payload, expected, limit)
 
     def _frame(self, step: Step, compressed: list[Part]) -> tuple[int, bytes]:
@@ -227,7 +224,7 @@ class Exchange:
                     step.reason = str(error)
         if step.reason is None:
             return NOT_FINITE, b""
-        return GAVE_UP, step.reason.encode()[:REASON_BYTES]
+        return GAVE_UP, step.reason.encode()[:LEAST_BYTES]
 
     # The receiving thread.
 
@@ -308,7 +305,8 @@ class Exchange:
         except Error as error:
             self._fail(error)
         except _redsync.RefusedMessage as error:
-            self._fail(PeerError(str(error)), error)
+            text, *rank = error.args
+            self._fail(PeerError(text, tuple(rank)), error)
         except BaseException as error:
             self._fail(Error(f"redsync failed: {type(error).__name__}: {error}"), error)
 

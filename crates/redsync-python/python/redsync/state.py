@@ -14,7 +14,10 @@ import torch
 from . import _redsync
 from .errors import UsageError
 
-FORMAT = "redsync-state-1"
+FORMAT = "redsync-state-2"
+
+_LARGEST_FLOAT = 0x7F7F_FFFF
+"""The bits of the largest finite number of single precision."""
 
 
 def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -35,13 +38,44 @@ def _flat(placed: torch.Tensor) -> torch.Tensor:
     return placed.as_strided((placed.numel(),), (1,))
 
 
-def save_layer(layers: _redsync.Layers, layer: int, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """u, v and what the selector remembers."""
+def save_layer(
+    layers: _redsync.Layers, layer: int, parameter: torch.Tensor, momentum: tuple[float, bool]
+) -> dict[str, torch.Tensor]:
+    """u with the momentum that it is of, v, and what the selector remembers."""
     v = _empty_like(parameter)
     u = _empty_like(parameter) if layers.has_momentum(layer) else None
     remembering = layers.save(layer, None if u is None else _flat(u), _flat(v))
     state = {"v": v, "remembering": torch.tensor(remembering, dtype=torch.int64)}
-    return state if u is None else {**state, "u": u}
+    return state if u is None else {**state, "u": u, "momentum": torch.tensor(momentum, dtype=torch.float64)}
+
+
+def momentum_of(state: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
+    """The momentum that u is of: its coefficient, and whether it is Nesterov's."""
+    coefficient, nesterov = state["momentum"].tolist()
+    return coefficient, bool(nesterov)
+
+
+def check_layer(state: Mapping[str, torch.Tensor], parameter: torch.Tensor, momentum: tuple[float, bool] | None) -> str | None:
+    """What is wrong with the state of a layer that has this momentum, or none."""
+    if missing := {"v", "remembering"} - set(state):
+        return f"the state has no {', '.join(sorted(missing))}"
+    for key in ("u", "v"):
+        tensor = state.get(key)
+        if tensor is not None and (tensor.shape != parameter.shape or not bool(tensor.isfinite().all())):
+            return f"{key} of the state has another shape, or is not finite"
+    remembering = state["remembering"]
+    if remembering.dtype != torch.int64 or remembering.shape != (3, 3):
+        return "remembering of the state is none"
+    thresholds, counts = remembering[:, :2], remembering[:, 2]
+    if int(remembering.min()) < 0 or int(thresholds.max()) > _LARGEST_FLOAT or int(counts.max()) >= 1 << 32:
+        return "remembering of the state is none"
+    if "u" not in state:
+        return None if momentum is None else "the optimizer has momentum, the state has none"
+    if state.get("momentum", torch.empty(0)).shape != (2,) or not 0 <= momentum_of(state)[0] < 1:
+        return "momentum of the state is none"
+    if momentum is not None and momentum[1] != momentum_of(state)[1]:
+        return "only one of the state and the optimizer has Nesterov momentum"
+    return None
 
 
 def restore_layer(layers: _redsync.Layers, layer: int, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
@@ -80,7 +114,7 @@ def reshare(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> Mappi
 
 def _share(taken: Sequence[Mapping[str, torch.Tensor]], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if not taken:
-        return {key: torch.zeros_like(tensor) for key, tensor in like.items()}
+        return {key: tensor.clone() if key == "momentum" else torch.zeros_like(tensor) for key, tensor in like.items()}
     total = {key: tensor.clone() for key, tensor in taken[0].items()}
     for state in taken[1:]:
         for key in ("u", "v"):

@@ -83,10 +83,12 @@ class Meter:
             self._begin = flight.begin
         self._stats.exchange_ms = 1e3 * (time.perf_counter() - self._begin)
 
-    def finish(self, step: int, exposed_ms: float) -> None:
-        """The step is over."""
+    def finish(self, step: int, exposed_ms: float, sparse: bool) -> None:
+        """The step is over; at a sparse one, compressed layers that were refused sent nothing."""
         for layer, entry in enumerate(self._layers):
-            if layer not in self._touched:
+            if layer not in self._touched and sparse and entry.choice != "dense":
+                entry.sent, entry.bytes, entry.ms = 0, 0, 0.0
+            elif layer not in self._touched:
                 entry.sent, entry.bytes, entry.ms = entry.elements, entry.elements * self._item_sizes[layer], 0.0
         self._touched.clear()
         self._begin = None
