@@ -242,7 +242,7 @@ class Attachment:
         """Everything that needs no other rank. Returns what is wrong with it."""
         try:
             settings["warm_up"] = _warm_up(settings["warm_up"])
-            if not hasattr(dist.Store, "clone"):
+            if not hasattr(dist.distributed_c10d.Store, "clone"):
                 raise UsageError(f"PyTorch {torch.__version__} is too old: its stores cannot be cloned; 2.15 is tested")
             _check_model(model)
             _check_free(self._parameters)
