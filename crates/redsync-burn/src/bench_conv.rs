@@ -6,6 +6,7 @@ use crate::ops::conv::conv;
 use burn::tensor::module::conv2d;
 use burn::tensor::ops::ConvOptions;
 use burn::tensor::{Distribution, Tensor};
+use redsync_engine::measure::median;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -60,9 +61,6 @@ pub fn bench(sizes: ConvSizes, rounds: usize) -> ConvTimes {
             }
         }
     }
-    let [ours_ms, burn_ms] = times.map(|mut times| {
-        times.sort_by(f64::total_cmp);
-        times.get(times.len() / 2).copied().unwrap_or(f64::NAN)
-    });
+    let [ours_ms, burn_ms] = times.map(|mut times| median(&mut times));
     ConvTimes { ours_ms, burn_ms }
 }

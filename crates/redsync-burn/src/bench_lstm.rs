@@ -7,6 +7,7 @@ use crate::ops::lstm::{State, lstm};
 use burn::nn::LstmConfig;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Distribution, Tensor};
+use redsync_engine::measure::median;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -41,7 +42,7 @@ impl LstmTimes {
     }
 }
 
-/// Measures one layer. With no rounds, all times are NaN.
+/// Measures one layer. With no rounds, all times are 0.
 pub fn bench(sizes: LstmSizes) -> LstmTimes {
     let layer = Layer::new(sizes);
     let module = LstmConfig::new(sizes.hidden, sizes.hidden, true).with_batch_first(false).init(&device());
@@ -58,13 +59,8 @@ pub fn bench(sizes: LstmSizes) -> LstmTimes {
             }
         }
     }
-    let [fused_ms, composed_ms, module_ms] = times.map(median);
+    let [fused_ms, composed_ms, module_ms] = times.map(|mut times| median(&mut times));
     LstmTimes { fused_ms, composed_ms, module_ms }
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times.get(times.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Parameters and input of the layer that is measured.

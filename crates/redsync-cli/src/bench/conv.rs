@@ -1,7 +1,7 @@
 //! `redsync bench conv`: the convolutions of VGG16 for CIFAR-10, forward and backward, ours and Burn's.
 
-use super::{print_json, table};
-use anyhow::{Context, Result};
+use super::{Rounds, print_json, table};
+use anyhow::Result;
 use clap::Args;
 use redsync_burn::bench_conv::{ConvSizes, ConvTimes, bench, vgg16_cifar};
 use serde::Serialize;
@@ -11,15 +11,8 @@ pub struct Conv {
     /// Images
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     batch: u32,
-    /// Rounds; the median counts
-    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    steps: u32,
-    /// Threads
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    threads: u16,
-    /// Print one JSON document instead of a table
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    rounds: Rounds,
 }
 
 #[derive(Serialize)]
@@ -32,19 +25,14 @@ struct Row {
 
 impl Conv {
     pub fn run(self) -> Result<()> {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(self.threads.into()).build();
-        let measure = |sizes| Row { sizes, times: bench(sizes, self.steps as usize) };
-        let rows: Vec<Row> = pool
-            .context("cannot start the threads")?
-            .install(|| vgg16_cifar(self.batch as usize).into_iter().map(measure).collect());
-        if self.json {
+        let Rounds { steps, threads, json } = self.rounds;
+        let measure = |sizes| Row { sizes, times: bench(sizes, steps as usize) };
+        let rows: Vec<Row> =
+            self.rounds.in_pool(|| vgg16_cifar(self.batch as usize).into_iter().map(measure).collect())?;
+        if json {
             return print_json(&rows);
         }
-        crate::say!(
-            "3x3 convolutions, {} images, {} thread(s): forward and backward",
-            self.batch,
-            self.threads
-        );
+        crate::say!("3x3 convolutions, {} images, {} thread(s): forward and backward", self.batch, threads);
         let mut out = table(&["channels", "side", "ours", "Burn's", "ours is faster by"]);
         for Row { sizes, times } in &rows {
             out.add_row([

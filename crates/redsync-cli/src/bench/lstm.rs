@@ -1,7 +1,7 @@
 //! `redsync bench lstm`: one recurrent layer, forward and backward, as our one node of the tape and as made of Burn's operations.
 
-use super::{print_json, table};
-use anyhow::{Context, Result};
+use super::{Rounds, print_json, table};
+use anyhow::Result;
 use clap::Args;
 use redsync_burn::bench_lstm::{LstmSizes, LstmTimes, bench};
 use serde::Serialize;
@@ -17,15 +17,8 @@ pub struct Lstm {
     /// Sequences side by side
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     batch: u32,
-    /// Rounds; the median counts
-    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    steps: u32,
-    /// Threads
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    threads: u16,
-    /// Print one JSON document instead of a table
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    rounds: Rounds,
 }
 
 #[derive(Serialize)]
@@ -40,18 +33,16 @@ struct Report {
 
 impl Lstm {
     pub fn run(self) -> Result<()> {
-        let [hidden, steps, batch, rounds] =
-            [self.hidden, self.bptt, self.batch, self.steps].map(|n| n as usize);
+        let Rounds { steps: rounds, threads, json } = self.rounds;
+        let [hidden, steps, batch, rounds] = [self.hidden, self.bptt, self.batch, rounds].map(|n| n as usize);
         let sizes = LstmSizes { hidden, steps, batch, rounds };
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(self.threads.into()).build();
-        let times = pool.context("cannot start the threads")?.install(|| bench(sizes));
+        let times = self.rounds.in_pool(|| bench(sizes))?;
         let gain = times.gain();
-        if self.json {
-            return print_json(&Report { sizes, threads: self.threads, times, gain });
+        if json {
+            return print_json(&Report { sizes, threads, times, gain });
         }
         crate::say!(
-            "{hidden} units, {steps} steps, {batch} sequences, {} thread(s): forward and backward",
-            self.threads
+            "{hidden} units, {steps} steps, {batch} sequences, {threads} thread(s): forward and backward",
         );
         let mut out = table(&["layer", "median", "fused is faster by"]);
         for (name, ms) in [

@@ -15,6 +15,7 @@ use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use redsync_core::Density;
+use redsync_engine::measure::median;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -103,6 +104,27 @@ impl Common {
     }
 }
 
+/// What the benches of a network's layers have in common.
+#[derive(Debug, Args)]
+struct Rounds {
+    /// Rounds; the median counts
+    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    steps: u32,
+    /// Threads
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: u16,
+    /// Print one JSON document instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+impl Rounds {
+    fn in_pool<T: Send>(&self, run: impl FnOnce() -> T + Send) -> Result<T> {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(self.threads.into()).build();
+        Ok(pool.context("cannot start the threads")?.install(run))
+    }
+}
+
 fn parse_count(text: &str) -> Result<usize, String> {
     let (digits, shift) = match text.char_indices().next_back() {
         Some((at, 'K' | 'k')) => (&text[..at], 10),
@@ -142,12 +164,6 @@ fn time_ms<T>(call: impl FnOnce() -> T) -> (f64, T) {
     let begin = Instant::now();
     let result = call();
     (begin.elapsed().as_secs_f64() * 1e3, result)
-}
-
-fn median(times: &mut [f64]) -> f64 {
-    times.sort_by(f64::total_cmp);
-    let middle = times.len() / 2;
-    if times.len() % 2 == 1 { times[middle] } else { (times[middle - 1] + times[middle]) / 2.0 }
 }
 
 /// A bar on standard error, invisible where that is no terminal.

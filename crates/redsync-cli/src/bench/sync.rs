@@ -270,7 +270,7 @@ impl Sync {
         hash: u64,
     ) -> Report {
         let middle = |of: &dyn Fn(&Measured) -> f64, steps: &[Measured]| {
-            if steps.is_empty() { 0.0 } else { median(&mut steps.iter().map(of).collect::<Vec<_>>()) }
+            median(&mut steps.iter().map(of).collect::<Vec<_>>())
         };
         let part = |of: fn(&LayerStats) -> f64| middle(&|m| of(&m.stats.total()), alone);
         let sync_ms = middle(&|m| m.ms, alone);

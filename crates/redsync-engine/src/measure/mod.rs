@@ -178,7 +178,8 @@ fn allowed_cores() -> Vec<usize> {
     (0..std::thread::available_parallelism().map_or(1, usize::from)).collect()
 }
 
-fn median(of: &mut [f64]) -> f64 {
+/// The middle of some numbers, which get sorted; 0 of none.
+pub fn median(of: &mut [f64]) -> f64 {
     of.sort_by(f64::total_cmp);
     match of.len() {
         0 => 0.0,
