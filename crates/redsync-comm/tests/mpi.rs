@@ -100,8 +100,11 @@ fn rank(verdicts: &Path, arguments: &[String]) -> ExitCode {
     let comm = mpi::world().unwrap();
     assert_eq!(comm.size(), size, "this mpirun belongs to another MPI than the one linked");
     let rank = comm.rank();
-    let meet = |kind: &str| {
-        std::fs::write(verdicts.join(format!("{kind}{rank}")), "ok").unwrap();
+    // There whole or not at all: who sees the last one goes, and mpirun then ends the rank that wrote it.
+    let say = |kind: &str, what: &str| {
+        let part = verdicts.join(format!("part-{rank}"));
+        std::fs::write(&part, what).unwrap();
+        std::fs::rename(&part, verdicts.join(format!("{kind}{rank}"))).unwrap();
         wait_for(size, verdicts, kind);
     };
     let outcome = catch_unwind(AssertUnwindSafe(|| match case.as_str() {
@@ -111,13 +114,11 @@ fn rank(verdicts: &Path, arguments: &[String]) -> ExitCode {
         }),
         _ => {
             let (_, run) = BREAKING.iter().find(|(name, _)| name == case).unwrap();
-            run(Seat { comm: Box::new(comm), meet: &|| meet("meet") });
+            run(Seat { comm: Box::new(comm), meet: &|| say("meet", "ok") });
         }
     }));
-    let verdict = outcome.map_or("failed", |()| "ok");
-    std::fs::write(verdicts.join(rank.to_string()), verdict).unwrap();
     // The first rank to end without finalizing makes mpirun end all others: not before they have spoken.
-    wait_for(size, verdicts, "");
+    say("", outcome.map_or("failed", |()| "ok"));
     ExitCode::SUCCESS
 }
 
