@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_record_is_what_tensorboard_itself_writes() {
-        // Written by TensorBoard's own writer for the same event.
+        // Written by TensorBoard's own writer for the same event; the last four, its checksum, computed bit by bit.
         let mut event = Vec::new();
         double(&mut event, 1, 1.5);
         bytes(&mut event, 3, b"brain.Event:2");

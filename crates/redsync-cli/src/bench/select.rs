@@ -121,8 +121,8 @@ impl Contestant {
     }
 }
 
-/// Reads the gradient, so that everyone finds it in the cache as far as it fits, and nothing to be written back: that the one before
-/// left unwritten costs the next up to a fifth of a pass.
+/// Reads the gradient, so that everyone finds it in the cache as far as it fits, and nothing of the one before that has still to be
+/// written back.
 fn equal_caches(gradient: &[f32]) {
     std::hint::black_box(gradient.iter().step_by(16).fold(0, |bits, g| bits ^ g.to_bits()));
 }

@@ -15,7 +15,7 @@ const VECTORS: usize = BLOCK / 8;
 /// Blocks whose hits are looked at together, one bit in a word for each.
 const GROUP: usize = u64::BITS as usize;
 /// Groups that an accumulating pass walks through side by side. Prefetching by the machine ends at every page, and begins anew only
-/// after some misses; two places keep memory busy then, which saves 0.05 of a plain pass. Eight take twice as long: equal
+/// after some misses; two places keep memory busy then, which saves 0.05 of a plain pass. Eight take a third longer: equal
 /// places of pages share a few lines of the nearest cache, and there are up to three slices.
 const SIDES: usize = 2;
 
