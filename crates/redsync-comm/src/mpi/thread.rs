@@ -120,10 +120,18 @@ impl Thread {
             }
         }
         if let Some((number, cause)) = failure {
+            let (number, cause) = self.earlier_failure(number).unwrap_or((number, cause));
             self.fail_from(number, cause);
         }
         self.active.retain(|exchange| !exchange.done());
         Ok(moved)
+    }
+
+    /// What went wrong before the collective that was found to fail: what a peer sent for an earlier one came first, but perhaps
+    /// just after this rank had looked for it.
+    fn earlier_failure(&mut self, number: u64) -> Option<(u64, CommError)> {
+        let mut earlier = self.active.iter_mut().take_while(|exchange| exchange.number < number);
+        earlier.find_map(|exchange| Some((exchange.number, exchange.progress(&self.lib).err()?)))
     }
 
     fn start(&mut self, call: Call, work: Work) {
