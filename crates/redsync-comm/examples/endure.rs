@@ -4,6 +4,7 @@
 //!     endure [STEPS] [DEADLINE_SECONDS]
 
 use redsync_comm::{CommError, Communicator, Tag, mpi};
+use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -25,7 +26,9 @@ fn main() -> ExitCode {
     match exchange(&comm, steps, Duration::from_secs(deadline)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(cause) => {
-            eprintln!("endure: rank {}: {cause}", comm.rank());
+            // In one piece: mpirun mixes what the ranks write.
+            let line = format!("endure: rank {}: {cause}\n", comm.rank());
+            let _ = std::io::stderr().write_all(line.as_bytes());
             // Dropped, not aborted: each rank shall come to its own verdict. A broken communicator ends at once.
             ExitCode::FAILURE
         }
