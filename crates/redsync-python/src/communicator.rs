@@ -17,7 +17,7 @@ mod desk;
 mod forecast;
 mod note;
 mod rounds;
-mod slot;
+mod ticket;
 mod torch;
 
 use board::Board;
@@ -27,9 +27,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use redsync_comm::{Call, CommError, Communicator, Gathered, Kind, Pending, Tag};
 use rounds::Rounds;
-use slot::Ticket;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
+use ticket::Ticket;
 use torch::{Fault, Store, Wire};
 
 /// The name of this engine.
@@ -117,7 +117,8 @@ impl Torch {
         let mut board = Board::new(Arc::clone(&desk), store, size, patience);
         board.say(false);
         let remains = Arc::new(Mutex::new(None));
-        let shared = Shared { rank, size, desk, holder, process: std::process::id(), remains: Arc::clone(&remains) };
+        let shared =
+            Shared { rank, size, desk, holder, process: std::process::id(), remains: Arc::clone(&remains) };
         let shared = Arc::new(shared);
         let at_exit = Py::new(py, AtExit(Arc::downgrade(&shared)))?;
         py.import("atexit")?.call_method1("register", (&at_exit,))?;
@@ -184,7 +185,8 @@ impl Drop for Torch {
         self.shared.close();
         let _ = Python::try_attach(|py| {
             // Without an interpreter there is nothing to be taken back.
-            let _ = py.import("atexit").and_then(|atexit| atexit.call_method1("unregister", (&self.at_exit,)));
+            let _ =
+                py.import("atexit").and_then(|atexit| atexit.call_method1("unregister", (&self.at_exit,)));
         });
     }
 }

@@ -7,6 +7,7 @@
 //! The Python half, `python/redsync`, talks to PyTorch: hooks, threads, collectives, optimizer. It never looks into a
 //! message, and this half never talks to a network.
 
+mod communicator;
 mod layers;
 mod memory;
 
@@ -15,6 +16,11 @@ use pyo3::prelude::*;
 /// What PyTorch's gradients are compressed with; the package `redsync` is its user.
 #[pymodule]
 mod _redsync {
+    #[pymodule_export]
+    use crate::communicator::Group;
+    #[cfg(feature = "conformance")]
+    #[pymodule_export]
+    use crate::communicator::conformance::{conformance_cases, conformance_run, conformance_time};
     #[pymodule_export]
     use crate::layers::{Layers, RefusedGradient, RefusedMessage, replica_hash};
 

@@ -107,7 +107,9 @@ impl Board {
     fn follow(&mut self) {
         let gone = |seen: &Seen| seen.note.as_ref().and_then(Note::fails_from);
         let others = (0..self.size).filter(|&rank| rank != self.desk.rank);
-        let Some((from, rank)) = others.filter_map(|rank| Some((gone(&self.seen[rank])?, rank))).min() else { return };
+        let Some((from, rank)) = others.filter_map(|rank| Some((gone(&self.seen[rank])?, rank))).min() else {
+            return;
+        };
         let Some((number, tag)) = self.desk.first_open(from) else { return };
         match self.seen[rank].note.as_ref().and_then(|note| note.gone.clone()) {
             Some(Gone::GaveUp { rank, reason, blames, .. }) => {
@@ -170,7 +172,9 @@ impl Board {
             (Gone::GaveUp { blames, .. }, Why::Expired(waited)) if !blames.is_empty() => {
                 Some(CommError::Deadline { tag, waited: *waited, missing: blames })
             }
-            (Gone::GaveUp { rank, reason, blames, .. }, _) => Some(CommError::GaveUp { rank, tag, reason, blames }),
+            (Gone::GaveUp { rank, reason, blames, .. }, _) => {
+                Some(CommError::GaveUp { rank, tag, reason, blames })
+            }
             (Gone::Left, _) => None,
         })
     }
@@ -195,7 +199,8 @@ impl Board {
             Fault::Failed(said) => said.as_str(),
             _ => "closed",
         };
-        let ranks: Vec<usize> = self.store.holder.into_iter().filter(|&rank| rank != self.desk.rank).collect();
+        let ranks: Vec<usize> =
+            self.store.holder.into_iter().filter(|&rank| rank != self.desk.rank).collect();
         match why {
             Why::Expired(waited) => CommError::Deadline { tag: *tag, waited: *waited, missing: ranks },
             Why::Failed(cause) if ranks.is_empty() => {

@@ -4,8 +4,7 @@
 
 use super::block::cut;
 use super::note::{Gone, Note, Why};
-use super::slot::Slot;
-use redsync_comm::{Call, CommError, Gathered, Tag};
+use redsync_comm::{Call, CommError, Gathered, Slot, Tag};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -114,7 +113,7 @@ struct State {
 struct Open {
     number: u64,
     tag: Tag,
-    slot: Arc<Slot>,
+    slot: Arc<Slot<Done>>,
     /// When somebody stops waiting for it.
     until: Option<Instant>,
 }
@@ -140,7 +139,7 @@ impl Desk {
     // For callers.
 
     /// Takes a collective in; its number and its slot.
-    pub fn start(&self, call: Call, work: Work) -> Result<(u64, Arc<Slot>), CommError> {
+    pub fn start(&self, call: Call, work: Work) -> Result<(u64, Arc<Slot<Done>>), CommError> {
         let mut state = self.lock();
         if let Some(broken) = &state.broken {
             return Err(broken.cause.clone().at(call.tag));
@@ -148,7 +147,7 @@ impl Desk {
         if state.closing.is_some() {
             return Err(closed());
         }
-        let (number, slot) = (state.started, Arc::new(Slot::default()));
+        let (number, slot) = (state.started, Slot::new());
         state.started += 1;
         state.open.push_back(Open { number, tag: call.tag, slot: Arc::clone(&slot), until: None });
         state.queue.push_back(Job { number, call, work });

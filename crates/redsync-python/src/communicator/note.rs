@@ -102,7 +102,10 @@ pub enum Why {
 
 /// Who is to blame that the collective `number` does not end; None while it is too early to tell. `others` are the notes of the
 /// other ranks, None of a rank that never wrote one. Silence comes first: a rank may have left, or lag, because of it.
-pub fn judge<'a>(number: u64, others: impl Iterator<Item = (usize, Option<&'a Note>, Pulse)>) -> Option<Verdict> {
+pub fn judge<'a>(
+    number: u64,
+    others: impl Iterator<Item = (usize, Option<&'a Note>, Pulse)>,
+) -> Option<Verdict> {
     let (mut silent, mut left, mut behind) = (Vec::new(), Vec::new(), Vec::new());
     for (rank, note, pulse) in others {
         match (note.and_then(|note| note.gone.as_ref()), pulse) {
@@ -127,7 +130,9 @@ impl Verdict {
         match (self.found, why) {
             (Found::Left, _) if !missing.is_empty() => CommError::Left { rank: missing[0], tag },
             (_, Why::Expired(waited)) => CommError::Deadline { tag, waited: *waited, missing },
-            (Found::Silent, Why::Failed(reason)) => CommError::Lost { ranks: missing, tag, reason: reason.clone() },
+            (Found::Silent, Why::Failed(reason)) => {
+                CommError::Lost { ranks: missing, tag, reason: reason.clone() }
+            }
             (Found::Silent, Why::Left) => {
                 CommError::Lost { ranks: missing, tag, reason: "others have left".to_string() }
             }

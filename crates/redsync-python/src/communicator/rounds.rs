@@ -166,7 +166,9 @@ impl Rounds {
             let mut bytes = Vec::new();
             // A length is only a claim until there is memory for it.
             if usize::try_from(length).map_or(true, |length| bytes.try_reserve_exact(length).is_err()) {
-                return Err(refused(format!("rank {rank} sends {length} bytes, for which there is no memory")));
+                return Err(refused(format!(
+                    "rank {rank} sends {length} bytes, for which there is no memory"
+                )));
             }
             let inline = (length as usize).min(met.room());
             bytes.extend_from_slice(&self.into.bytes()[place * met.block + HEADER..][..inline]);
@@ -202,8 +204,9 @@ impl Rounds {
         };
         self.wire.room(&mut self.out, splits_out.iter().sum())?;
         self.wire.room(&mut self.into, bytes_in)?;
+        let peers = self.peers();
         let mut out = self.out.bytes_mut();
-        for peer in self.peers() {
+        for peer in peers {
             let (place, later) = out.split_at_mut(message(peer).len());
             place.copy_from_slice(message(peer));
             out = later;

@@ -33,7 +33,8 @@ pub fn line(error: &PyErr) -> String {
     attached(|py| {
         let text = error.value(py).to_string();
         let first = text.lines().next().unwrap_or_default().trim();
-        let name = || error.get_type(py).name().map_or_else(|_| "an exception".to_string(), |name| name.to_string());
+        let name =
+            || error.get_type(py).name().map_or_else(|_| "an exception".to_string(), |name| name.to_string());
         if first.is_empty() { name() } else { first.to_string() }
     })
     .unwrap_or_else(|_| "the interpreter has ended".to_string())
@@ -63,7 +64,12 @@ pub struct Wire {
 impl Wire {
     /// Makes the group; all ranks of `other` do. Over gloo, which carries what lies in the memory of the host, also beside a group
     /// for GPUs; an MPI group stays MPI.
-    pub fn open(py: Python<'_>, other: &Bound<'_, PyAny>, patience: Duration, slice: Duration) -> PyResult<Wire> {
+    pub fn open(
+        py: Python<'_>,
+        other: &Bound<'_, PyAny>,
+        patience: Duration,
+        slice: Duration,
+    ) -> PyResult<Wire> {
         let (torch, dist) = (py.import("torch")?, py.import("torch.distributed")?);
         let ranks = dist.call_method1("get_process_group_ranks", (other,))?;
         let backend: String = dist.call_method1("get_backend", (other,))?.extract()?;
@@ -91,7 +97,8 @@ impl Wire {
 
     /// Makes room for so many bytes in a lane; what it held is lost where it has to grow.
     pub fn room(&self, lane: &mut Lane, bytes: usize) -> Result<(), Fault> {
-        if lane.memory.as_ref().is_some_and(|memory| memory.len() >= bytes && memory.len() <= KEEP.max(bytes)) {
+        if lane.memory.as_ref().is_some_and(|memory| memory.len() >= bytes && memory.len() <= KEEP.max(bytes))
+        {
             return Ok(());
         }
         *lane = Lane::default();
@@ -120,7 +127,9 @@ impl Wire {
             let name = intern!(py, "alltoall_base");
             let work = self.group.bind(py).call_method1(name, (into, out, splits_in, splits_out))?;
             loop {
-                let Err(error) = work.call_method1(intern!(py, "wait"), (&self.slice,)) else { return Ok(()) };
+                let Err(error) = work.call_method1(intern!(py, "wait"), (&self.slice,)) else {
+                    return Ok(());
+                };
                 if work.call_method0(intern!(py, "is_completed"))?.extract()? {
                     return Err(error.into());
                 }
@@ -194,7 +203,8 @@ impl Store {
     /// Opens the store for a group. The default store is shared with whoever waits in it, for minutes perhaps; a clone has a
     /// connection of its own.
     pub fn open(py: Python<'_>, wire: &Wire, timeout: Duration) -> PyResult<Store> {
-        let c10d = py.import("torch.distributed")?.getattr("distributed_c10d")?;
+        let dist = py.import("torch.distributed")?;
+        let c10d = dist.getattr("distributed_c10d")?;
         let store = c10d.call_method0("_get_default_store")?.call_method0("clone")?;
         store.call_method1("set_timeout", (seconds(py, timeout)?,))?;
         let agent = std::env::var("TORCHELASTIC_USE_AGENT_STORE").is_ok_and(|value| value == "True");
@@ -202,9 +212,9 @@ impl Store {
         while let Ok(under) = root.getattr("underlying_store") {
             root = under;
         }
-        let of_rank_0 = !agent && root.is_instance(&c10d.getattr("TCPStore")?)?;
+        let of_rank_0 = !agent && root.is_instance(&dist.getattr("TCPStore")?)?;
         let prefix = format!("redsync/{}", wire.name(py)?);
-        let store = c10d.getattr("PrefixStore")?.call1((prefix, store))?.unbind();
+        let store = dist.getattr("PrefixStore")?.call1((prefix, store))?.unbind();
         let keys = (0..wire.size).map(|rank| format!("rank/{rank}")).collect();
         Ok(Store { store, keys, complete: false, holder: of_rank_0.then_some(0) })
     }
