@@ -20,7 +20,9 @@ mod _redsync {
     use crate::communicator::Group;
     #[cfg(feature = "conformance")]
     #[pymodule_export]
-    use crate::communicator::conformance::{conformance_cases, conformance_run, conformance_time};
+    use crate::communicator::conformance::{
+        conformance_cases, conformance_give_up, conformance_run, conformance_time, conformance_try,
+    };
     #[pymodule_export]
     use crate::layers::{Layers, RefusedGradient, RefusedMessage, replica_hash};
 

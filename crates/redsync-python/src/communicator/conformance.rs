@@ -5,7 +5,7 @@ use super::Group;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use redsync_comm::conformance::{BREAKING, HEALTHY, Seat};
-use redsync_comm::{Communicator, Pending, Tag};
+use redsync_comm::{CommError, Communicator, Tag};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -46,34 +46,55 @@ fn complaint(case: impl FnOnce()) -> Option<String> {
     Some(text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_default())
 }
 
-/// Does a collective `times` times, one after the other; the seconds of each. `kind` is `allgather` of so many bytes, or
-/// `allreduce` of so many values.
+/// One collective, waited for: the text of its error and the ranks to blame, if it fails. `kind` is `allgather` or `alltoall` of so
+/// many bytes, `allreduce` of so many values, or `barrier`.
 #[pyfunction]
-pub fn conformance_time(
+pub fn conformance_try(
     py: Python<'_>,
     group: &Group,
     kind: &str,
+    step: u64,
     length: usize,
-    times: u64,
-) -> PyResult<Vec<f64>> {
-    fn wait<T: Send + 'static>(pending: Pending<T>) -> PyResult<T> {
-        pending.wait(Duration::from_secs(60)).map_err(|cause| PyValueError::new_err(cause.to_string()))
-    }
+    deadline: f64,
+) -> PyResult<Option<(String, Vec<usize>)>> {
+    let torch = group.communicator()?;
+    let outcome = py.detach(|| once(&*torch, kind, step, length, Duration::from_secs_f64(deadline)));
+    Ok(outcome.err().map(|cause| (cause.to_string(), cause.ranks())))
+}
+
+/// Gives up, with this reason.
+#[pyfunction]
+pub fn conformance_give_up(group: &Group, reason: &str) -> PyResult<()> {
+    group.communicator().map(|torch| torch.give_up(reason))
+}
+
+/// Does a collective `times` times, one after the other; the seconds of each.
+#[pyfunction]
+pub fn conformance_time(py: Python<'_>, group: &Group, kind: &str, length: usize, times: u64) -> PyResult<Vec<f64>> {
     let torch = group.communicator()?;
     py.detach(|| {
-        let (mut seconds, mut message, mut values) = (Vec::new(), vec![7; length], vec![1.0; length]);
-        for step in 0..times {
-            let (tag, begin) = (Tag { step, op: 0 }, Instant::now());
-            if kind == "allgather" {
-                let gathered = wait(torch.allgather(tag, message))?;
-                seconds.push(begin.elapsed().as_secs_f64());
-                message = gathered.from_rank(0).to_vec();
-            } else {
-                values = wait(torch.allreduce(tag, values))?;
-                seconds.push(begin.elapsed().as_secs_f64());
-                values.fill(1.0);
-            }
-        }
-        Ok(seconds)
+        let time = |step| once(&*torch, kind, step, length, Duration::from_secs(60)).map(|time| time.as_secs_f64());
+        let times: Result<Vec<f64>, CommError> = (0..times).map(time).collect();
+        times.map_err(|cause| PyValueError::new_err(cause.to_string()))
     })
+}
+
+/// How long one collective took, from its start to its result.
+fn once(
+    comm: &dyn Communicator,
+    kind: &str,
+    step: u64,
+    length: usize,
+    deadline: Duration,
+) -> Result<Duration, CommError> {
+    let (tag, bytes, values) = (Tag { step, op: 0 }, vec![7; length], vec![1.0; length]);
+    let messages = vec![bytes.clone(); if kind == "alltoall" { comm.size() } else { 0 }];
+    let begin = Instant::now();
+    match kind {
+        "allgather" => drop(comm.allgather(tag, bytes).wait(deadline)?),
+        "alltoall" => drop(comm.alltoall(tag, messages).wait(deadline)?),
+        "allreduce" => drop(comm.allreduce(tag, values).wait(deadline)?),
+        _ => comm.barrier(tag).wait(deadline)?,
+    }
+    Ok(begin.elapsed())
 }
