@@ -5,12 +5,11 @@
 mod common;
 
 use common::{Replica, assert_close, bits, config, dense_sgd, everything, gradient, layers, run};
-use redsync_core::apply::ApplyError;
 use redsync_core::{Compressor, Gradient, Momentum, Sparse, Unfit, Workspace};
 use redsync_engine::state::LayerState;
 use redsync_engine::{
     Config, Device, Finished, Host, Kind, Layer, LayerCompressor, Method, Source, SyncError, Synchronizer,
-    Target, Update, WarmUp,
+    Target, TargetError, Update, WarmUp,
 };
 use std::sync::{Arc, Mutex};
 
@@ -220,7 +219,9 @@ fn layers_have_momentum_of_their_own_and_schedules_of_it() {
         let config = everything(Method::Rgc, Momentum::None);
         let mut replica = Replica::of(layers.clone(), config, comm).unwrap();
         for step in 0..8 {
-            [0, 2].map(|layer| replica.sync.set_momentum(layer, momentum(layer, step)).unwrap());
+            for layer in [0, 2] {
+                replica.sync.set_momentum(layer, momentum(layer, step)).unwrap();
+            }
             replica.step().unwrap();
         }
         assert_close(&replica.weights, &expected, "momentum of each layer");
@@ -237,11 +238,11 @@ fn layers_have_momentum_of_their_own_and_schedules_of_it() {
 struct Shelf(Arc<Mutex<Vec<f32>>>);
 
 impl Target for Shelf {
-    fn add(&mut self, update: Update<'_>, scale: f32, w: &mut Workspace) -> Result<(), ApplyError> {
+    fn add(&mut self, update: Update<'_>, scale: f32, w: &mut Workspace) -> Result<(), TargetError> {
         Target::add(&mut &mut self.0.lock().unwrap()[..], update, scale, w)
     }
 
-    fn fill(&mut self, update: Update<'_>, scale: f32, w: &mut Workspace) -> Result<(), ApplyError> {
+    fn fill(&mut self, update: Update<'_>, scale: f32, w: &mut Workspace) -> Result<(), TargetError> {
         Target::fill(&mut &mut self.0.lock().unwrap()[..], update, scale, w)
     }
 }

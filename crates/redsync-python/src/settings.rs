@@ -85,7 +85,8 @@ impl Settings {
             bf16: self.bf16,
             clip: self.clip,
             undo: self.undo,
-            deadline: deadline.map_err(|_| wrong(format!("a deadline of {} seconds is none", self.deadline)))?,
+            deadline: deadline
+                .map_err(|_| wrong(format!("a deadline of {} seconds is none", self.deadline)))?,
             threads: self.threads,
             agree: self.agree.clone(),
             ..Config::default()

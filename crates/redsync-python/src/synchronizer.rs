@@ -123,10 +123,11 @@ impl Synchronizer {
         let (given, wanted) = match staging {
             None => (Given::Here(flat.extract()?), Wanted::Here(flat.extract()?)),
             Some(staging) => {
+                let len = flat.call_method0("numel")?.extract()?;
                 let (flat, ready) = (flat.unbind(), ready.unwrap_or_else(|| py.None()));
                 let wanted =
                     Wanted::There { layer, flat: flat.clone_ref(py), staging: staging.clone_ref(py) };
-                (Given::There { layer, flat, ready, staging, host: None }, wanted)
+                (Given::There { layer, len, flat, ready, staging, host: None }, wanted)
             }
         };
         let handed = match used {

@@ -6,29 +6,33 @@ use crate::memory::Tensor;
 use pyo3::prelude::*;
 use redsync_core::apply::{self, ApplyError};
 use redsync_core::{Gradient, Workspace};
-use redsync_engine::{Source, Target, Update};
+use redsync_engine::{Source, Target, TargetError, Update};
 
 /// Elements of a bucket on their way to the compressor.
 pub enum Given {
     /// On the host.
     Here(Tensor),
     /// On a device: the number of the layer, its elements, the moment from which they can be read, and the way to the host.
-    There { layer: usize, flat: Py<PyAny>, ready: Py<PyAny>, staging: Py<PyAny>, host: Option<Tensor> },
+    There {
+        layer: usize,
+        len: usize,
+        flat: Py<PyAny>,
+        ready: Py<PyAny>,
+        staging: Py<PyAny>,
+        host: Option<Tensor>,
+    },
 }
 
 impl Source for Given {
     fn len(&self) -> usize {
         match self {
             Given::Here(tensor) => tensor.len(),
-            Given::There { flat, .. } => {
-                let len = |py| flat.bind(py).call_method0("numel").and_then(|numel| numel.extract());
-                Python::attach(|py| len(py)).unwrap_or(0)
-            }
+            Given::There { len, .. } => *len,
         }
     }
 
     fn fetch(&mut self) -> Result<(), String> {
-        let Given::There { layer, flat, ready, staging, host } = self else { return Ok(()) };
+        let Given::There { layer, flat, ready, staging, host, .. } = self else { return Ok(()) };
         let fetched = Python::attach(|py| {
             staging.bind(py).call_method1("fetch", (*layer, flat.bind(py), ready.bind(py)))?.extract()
         });
@@ -54,22 +58,23 @@ pub enum Wanted {
 
 impl Target for Wanted {
     /// Gradients are replaced, never added to: `optimizer.step()` changes the weights.
-    fn add(&mut self, update: Update<'_>, scale: f32, workspace: &mut Workspace) -> Result<(), ApplyError> {
+    fn add(&mut self, update: Update<'_>, scale: f32, workspace: &mut Workspace) -> Result<(), TargetError> {
         self.fill(update, scale, workspace)
     }
 
-    fn fill(&mut self, update: Update<'_>, scale: f32, workspace: &mut Workspace) -> Result<(), ApplyError> {
+    fn fill(&mut self, update: Update<'_>, scale: f32, workspace: &mut Workspace) -> Result<(), TargetError> {
         match self {
             Wanted::Here(tensor) => fill(tensor, update, scale, workspace),
             Wanted::There { layer, flat, staging } => {
-                let none = ApplyError { rank: 0, theirs: 0, ours: 0 };
+                let lost = |error: PyErr| TargetError::Device(error.to_string());
                 let target = Python::attach(|py| {
                     staging.bind(py).call_method1("target", (*layer, flat.bind(py)))?.extract::<Tensor>()
                 });
-                let mut host = target.map_err(|_| none.clone())?;
-                fill(&mut host, update, scale, workspace)?;
-                let store = |py| staging.bind(py).call_method1("store", (*layer, flat.bind(py))).map(drop);
-                Python::attach(store).map_err(|_| none)
+                fill(&mut target.map_err(lost)?, update, scale, workspace)?;
+                let stored = Python::attach(|py| {
+                    staging.bind(py).call_method1("store", (*layer, flat.bind(py))).map(drop)
+                });
+                stored.map_err(lost)
             }
         }
     }
@@ -81,7 +86,7 @@ fn fill(
     update: Update<'_>,
     scale: f32,
     workspace: &mut Workspace,
-) -> Result<(), ApplyError> {
+) -> Result<(), TargetError> {
     if let Some(mut floats) = tensor.floats_mut() {
         return Target::fill(&mut floats, update, scale, workspace);
     }
@@ -93,6 +98,6 @@ fn fill(
     }
     match tensor.write_rounded(&values) {
         true => Ok(()),
-        false => Err(ApplyError { rank: 0, theirs: values.len(), ours }),
+        false => Err(ApplyError { rank: 0, theirs: values.len(), ours }.into()),
     }
 }

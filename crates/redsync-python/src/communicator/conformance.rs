@@ -70,10 +70,17 @@ pub fn conformance_give_up(group: &Group, reason: &str) -> PyResult<()> {
 
 /// Does a collective `times` times, one after the other; the seconds of each.
 #[pyfunction]
-pub fn conformance_time(py: Python<'_>, group: &Group, kind: &str, length: usize, times: u64) -> PyResult<Vec<f64>> {
+pub fn conformance_time(
+    py: Python<'_>,
+    group: &Group,
+    kind: &str,
+    length: usize,
+    times: u64,
+) -> PyResult<Vec<f64>> {
     let torch = group.communicator()?;
     py.detach(|| {
-        let time = |step| once(&*torch, kind, step, length, Duration::from_secs(60)).map(|time| time.as_secs_f64());
+        let time =
+            |step| once(&*torch, kind, step, length, Duration::from_secs(60)).map(|time| time.as_secs_f64());
         let times: Result<Vec<f64>, CommError> = (0..times).map(time).collect();
         times.map_err(|cause| PyValueError::new_err(cause.to_string()))
     })
