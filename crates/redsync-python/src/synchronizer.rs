@@ -153,11 +153,6 @@ impl Synchronizer {
         })
     }
 
-    /// Bytes that this rank sent at the last step.
-    fn bytes_sent(&self, py: Python<'_>) -> PyResult<u64> {
-        self.with(py, |sync| Ok(sync.stats().total().bytes_sent))
-    }
-
     /// The norm of what a parameter has accumulated and not sent.
     fn residual_norm(&self, py: Python<'_>, layer: usize) -> PyResult<Option<f64>> {
         self.with(py, |sync| Ok(sync.residual_norm(layer)))

@@ -2,8 +2,8 @@
 
 The walk of a gradient. The backward pass fills a bucket of DDP, whose hook is ours. The hook submits the bucket's parameters to
 the engine and returns a future; compression and exchange go on in the engine's threads, over a process group of their own
-(`_redsync.Group`). The engine writes each averaged gradient where the local one was. When the backward pass ends, it waits for
-what is left and raises what went wrong. By then each ``p.grad`` holds the average: all of it for a dense layer; for a compressed
+(`_redsync.Group`). The engine writes each averaged gradient where the local one was. The hook of the last bucket waits for what
+is left and raises what went wrong. By then each ``p.grad`` holds the average: all of it for a dense layer; for a compressed
 one what all ranks sent of their residuals, momentum included. ``optimizer.step()`` applies momentum to dense layers only
 (`optimizer.py`).
 
@@ -222,7 +222,8 @@ class Attachment:
             self._flats: list[torch.Tensor] = []
             self._open = self._warned = False
             self._failure: BaseException | None = None
-            self._total_sent = self._total_dense = 0
+            self._number = self._total_sent = self._total_dense = 0
+            self._last = self._sync.stats()
             _register(model, self)
             opened.pop_all()
         assert isinstance(optimizer, torch.optim.SGD)
@@ -310,9 +311,9 @@ class Attachment:
                     self._flats.append(flat)
         self._buckets.append((buffer, future))
         if bucket.is_last():
-            # Not before: a backward pass may end without it (DDP complains then, at the next forward pass), and what an inner
-            # backward pass queues, as of checkpointed activations, is called at the end of that one.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            # Here, and not at the end of the backward pass: nothing that DDP needs is left to be computed, and where it delays its
+            # buckets to that end (a static graph does, once) it waits for them before it calls anything of ours.
+            self._finish()
         return future
 
     def _parts(self, bucket: GradBucket, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -361,7 +362,7 @@ class Attachment:
                 self._sync.adopt_momentum(number, state.flat_like(buffer, parameter))
 
     def _finish(self) -> None:
-        """The backward pass has ended, but for what is under way."""
+        """All gradients are there; what is under way is waited for."""
         sparse = self._sync.density is not None
         with self._guarded():
             done = self._sync.finish()
@@ -378,7 +379,9 @@ class Attachment:
         self._steps.taken |= not done
         if self._unused is not None:
             self._unused.update(self._compressed)
-        self._total_sent += self._sync.bytes_sent()
+        self._number += 1
+        self._last = self._sync.stats()
+        self._total_sent += sum(size for _, size, _ in self._last[3])
         self._total_dense += sum(p.numel() * p.element_size() for p in self._parameters)
         if self._log_every and self.step % self._log_every == 0:
             log.info("%s", self.stats())
@@ -404,7 +407,7 @@ class Attachment:
     @property
     def step(self) -> int:
         """The number of synchronized backward passes."""
-        return self._sync.step
+        return self._number
 
     def stats(self) -> Stats:
         """What the last step cost, per layer and in all.
@@ -413,13 +416,12 @@ class Attachment:
             >>> print(attachment.stats())                                               # doctest: +SKIP
             step 99: sent 82,699 of 58,896,168 bytes (1/712), compressing 11.2 ms, exchange 240.1 ms, waited 1.9 ms
         """
-        step, exchange_ms, exposed_ms, costs = self._sync.stats()
-        layers = [
-            LayerStats(name, choice, p.numel(), *cost)
-            for name, choice, p, cost in zip(self._names, self._choices, self._parameters, costs or [(0, 0, 0.0)] * len(self._names))
-        ]
+        step, exchange_ms, exposed_ms, costs = self._last
+        costs = costs or [(0, 0, 0.0)] * len(self._names)  # before the first step
+        described = zip(self._names, self._choices, self._parameters)
+        layers = [LayerStats(name, choice, p.numel(), *cost) for (name, choice, p), cost in zip(described, costs)]
         return Stats(
-            step=step if self.step else -1,
+            step=step if self._number else -1,
             layers=layers,
             bytes_sent=sum(layer.bytes for layer in layers),
             dense_bytes=sum(p.numel() * p.element_size() for p in self._parameters),
@@ -462,6 +464,7 @@ class Attachment:
         except UsageError as error:
             problem = str(error)
         self._sync.restore(states, problem)
+        self._number = self._sync.step
         # Of the momentum that was, in the Nesterov form; a schedule may have moved on.
         for layer in states[0]["layers"]:
             if layer["u"] is not None:
