@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 VERSION: str
 WIRE_VERSION: int
@@ -15,6 +16,17 @@ class RefusedMessage(RuntimeError):
 
 def replica_hash(tensors: Sequence[torch.Tensor]) -> int:
     """The hash of tensors of single precision, to compare replicas by."""
+
+class Group:
+    """The ranks of a process group, for the engine. Made by all of them; a rank that does not answer is waited for so many
+    seconds."""
+
+    def __init__(self, process_group: dist.ProcessGroup, patience: float) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def close(self) -> None: ...
 
 class Layers:
     """The compressors of one model on one rank. Tensors are contiguous and on the host."""
