@@ -99,6 +99,21 @@ fn a_deadline_names_all_who_are_missing() {
 }
 
 #[test]
+fn who_waits_for_another_itself_is_not_named() {
+    let ranks = local::group(3);
+    let waited = Duration::from_millis(1);
+    let later = Tag { step: 1, op: 3 };
+    // Rank 1 is in the first one and waits there for rank 2.
+    let held_up = ranks[1].barrier(TAG);
+    let (first, second) = (ranks[0].barrier(TAG), ranks[0].barrier(later));
+    let cause = second.wait(waited).unwrap_err();
+    assert_eq!(cause, CommError::Deadline { tag: later, waited, missing: vec![2] });
+    // The first can still finish, and does.
+    ranks[2].barrier(TAG).wait(Duration::ZERO).unwrap();
+    assert_eq!((first.wait(Duration::ZERO), held_up.wait(Duration::ZERO)), (Ok(()), Ok(())));
+}
+
+#[test]
 #[cfg(not(feature = "mpi"))]
 fn without_the_feature_mpi_says_how_to_switch_it_on() {
     let cause = mpi::world().unwrap_err();
