@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 use redsync_comm::conformance::{BREAKING, HEALTHY, LONG, Seat};
-use redsync_comm::{Communicator, mpi};
+use redsync_comm::{Communicator, Tag, mpi};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -15,6 +15,9 @@ const OPENMPI: &str = "mpirun.openmpi --allow-run-as-root --oversubscribe --mca 
 
 /// Where the ranks of a job leave their verdicts: set in those, unset in the process that starts the jobs.
 const VERDICTS: &str = "REDSYNC_TEST_VERDICTS";
+
+/// A case of this engine alone: processes can fall silent in the middle of anything.
+const SILENT: &str = "a_rank_that_falls_silent_is_named_by_all_others";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -43,7 +46,7 @@ fn driver(filter: Option<&String>) -> ExitCode {
             judge("all_healthy_cases", ranks, "healthy");
         }
     }
-    for (name, _) in BREAKING.iter().filter(|(name, _)| wanted(name)) {
+    for name in BREAKING.iter().map(|(name, _)| *name).chain([SILENT]).filter(|name| wanted(name)) {
         [2, 4].into_iter().for_each(|ranks| judge(name, ranks, name));
     }
     println!("\nmpi: {passed} passed, {failed} failed");
@@ -97,6 +100,7 @@ fn rank(verdicts: &Path, arguments: &[String]) -> ExitCode {
             eprintln!("rank {rank}: {name}");
             case(&comm);
         }),
+        SILENT => falls_silent(&comm, verdicts),
         _ => {
             let (_, run) = BREAKING.iter().find(|(name, _)| name == case).unwrap();
             run(Seat { comm: Box::new(comm), meet: &|| say("meet", "ok") });
@@ -105,6 +109,43 @@ fn rank(verdicts: &Path, arguments: &[String]) -> ExitCode {
     // The first rank to end without finalizing makes mpirun end all others: not before they have spoken.
     say("", outcome.map_or("failed", |()| "ok"));
     ExitCode::SUCCESS
+}
+
+/// The last rank is stopped while all exchange, wherever it is then, and goes on once the others have named it.
+fn falls_silent(comm: &dyn Communicator, verdicts: &Path) {
+    let (rank, last) = (comm.rank(), comm.size() - 1);
+    let signal = |signal: &str, process: &str| {
+        Command::new("kill").args([signal, process]).status().unwrap();
+    };
+    let exchange = |step: u64| {
+        let sum = comm.allreduce(Tag { step, op: 0 }, vec![1.0; 300_000]);
+        let gathered = comm.allgather(Tag { step, op: 1 }, vec![1; 20_000]);
+        sum.wait(Duration::from_secs(2))?;
+        gathered.wait(Duration::from_secs(2))
+    };
+    std::thread::scope(|scope| {
+        let silence = || {
+            let this = std::process::id().to_string();
+            std::fs::write(verdicts.join("silent"), &this).unwrap();
+            signal("-STOP", &this);
+        };
+        let cause = (0..).find_map(|step| {
+            if (rank, step) == (last, 20) {
+                scope.spawn(silence);
+            }
+            exchange(step).err()
+        });
+        if rank == last {
+            return;
+        }
+        std::fs::write(verdicts.join(format!("named{rank}")), "").unwrap();
+        wait_for(last, verdicts, "named");
+        if rank == 0 {
+            signal("-CONT", &std::fs::read_to_string(verdicts.join("silent")).unwrap());
+        }
+        let cause = cause.unwrap();
+        assert_eq!(cause.ranks(), [last], "{cause}");
+    });
 }
 
 /// Looks for the files of all ranks until they are there or somebody must have hung.
