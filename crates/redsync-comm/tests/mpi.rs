@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 use redsync_comm::conformance::{BREAKING, HEALTHY, LONG, Seat};
-use redsync_comm::{Communicator, Tag, mpi};
+use redsync_comm::{CommError, Communicator, Tag, mpi};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -16,8 +16,13 @@ const OPENMPI: &str = "mpirun.openmpi --allow-run-as-root --oversubscribe --mca 
 /// Where the ranks of a job leave their verdicts: set in those, unset in the process that starts the jobs.
 const VERDICTS: &str = "REDSYNC_TEST_VERDICTS";
 
-/// A case of this engine alone: processes can fall silent in the middle of anything.
-const SILENT: &str = "a_rank_that_falls_silent_is_named_by_all_others";
+type Own = fn(&dyn Communicator, &Path);
+
+/// Cases of this engine alone.
+const OWN: &[(&str, Own)] = &[
+    ("a_rank_that_falls_silent_is_named_by_all_others", falls_silent),
+    ("a_rank_that_waits_for_another_itself_is_not_named", is_held_up),
+];
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -46,7 +51,8 @@ fn driver(filter: Option<&String>) -> ExitCode {
             judge("all_healthy_cases", ranks, "healthy");
         }
     }
-    for name in BREAKING.iter().map(|(name, _)| *name).chain([SILENT]).filter(|name| wanted(name)) {
+    let own = OWN.iter().map(|(name, _)| *name);
+    for name in BREAKING.iter().map(|(name, _)| *name).chain(own).filter(|name| wanted(name)) {
         [2, 4].into_iter().for_each(|ranks| judge(name, ranks, name));
     }
     println!("\nmpi: {passed} passed, {failed} failed");
@@ -100,11 +106,13 @@ fn rank(verdicts: &Path, arguments: &[String]) -> ExitCode {
             eprintln!("rank {rank}: {name}");
             case(&comm);
         }),
-        SILENT => falls_silent(&comm, verdicts),
-        _ => {
-            let (_, run) = BREAKING.iter().find(|(name, _)| name == case).unwrap();
-            run(Seat { comm: Box::new(comm), meet: &|| say("meet", "ok") });
-        }
+        _ => match OWN.iter().find(|(name, _)| name == case) {
+            Some((_, run)) => run(&comm, verdicts),
+            None => {
+                let (_, run) = BREAKING.iter().find(|(name, _)| name == case).unwrap();
+                run(Seat { comm: Box::new(comm), meet: &|| say("meet", "ok") });
+            }
+        },
     }));
     // The first rank to end without finalizing makes mpirun end all others: not before they have spoken.
     say("", outcome.map_or("failed", |()| "ok"));
@@ -146,6 +154,25 @@ fn falls_silent(comm: &dyn Communicator, verdicts: &Path) {
         let cause = cause.unwrap();
         assert_eq!(cause.ranks(), [last], "{cause}");
     });
+}
+
+/// Rank 0 waits for a collective to which the others do not come, because the last one is missing in the one before.
+fn is_held_up(comm: &dyn Communicator, verdicts: &Path) {
+    let (rank, last) = (comm.rank(), comm.size() - 1);
+    let (first, second) = (Tag { step: 0, op: 1 }, Tag { step: 0, op: 2 });
+    comm.barrier(Tag { step: 0, op: 0 }).wait(LONG).unwrap();
+    let waited = Duration::from_secs(2);
+    let deadline = |tag| CommError::Deadline { tag, waited, missing: vec![last] };
+    if rank == 0 {
+        let pending = (comm.barrier(first), comm.barrier(second));
+        assert_eq!(pending.1.wait(waited), Err(deadline(second)));
+        assert_eq!(pending.0.wait(waited), Err(deadline(first)));
+    } else if rank != last {
+        let cause = comm.barrier(first).wait(LONG).unwrap_err();
+        assert_eq!(cause, deadline(second).followed(0, first));
+    }
+    std::fs::write(verdicts.join(format!("named{rank}")), "").unwrap();
+    wait_for(comm.size(), verdicts, "named");
 }
 
 /// Looks for the files of all ranks until they are there or somebody must have hung.

@@ -132,7 +132,9 @@ impl Thread {
         let mut moved = self.notes.progress(&self.lib)?;
         if let Some((number, waited)) = self.notes.earliest().filter(|_| moved) {
             self.alarm(number, waited);
-            self.speak();
+            if !self.spoken {
+                self.speak();
+            }
         }
         let still = self.trouble.as_ref().map_or(u64::MAX, |trouble| trouble.from);
         while self.active.len() < IN_FLIGHT && self.next < still {
@@ -215,8 +217,8 @@ impl Thread {
         self.alarm(held_up.min(number), waited);
         if let Some(trouble) = &mut self.trouble {
             trouble.expired.get_or_insert((number, tag, waited));
+            self.speak();
         }
-        self.speak();
     }
 
     /// A deadline has passed in this collective, here or elsewhere.
@@ -244,13 +246,11 @@ impl Thread {
             .or(expired.map(|(number, tag, _)| Complaint { number, tag, waited, missing: Vec::new() }))
     }
 
-    /// Tells the others once how far this rank is and what it misses.
+    /// Tells the others how far this rank is and what it misses: as an answer, and whenever a deadline of its own has passed.
     fn speak(&mut self) {
-        if !self.spoken {
-            self.spoken = true;
-            let word = self.word();
-            self.notes.say(&self.lib, &Note::Word(word));
-        }
+        self.spoken = true;
+        let word = self.word();
+        self.notes.say(&self.lib, &Note::Word(word));
     }
 
     fn word(&self) -> Word {
