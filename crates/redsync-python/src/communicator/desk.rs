@@ -191,10 +191,13 @@ impl Desk {
         self.bell.notify_all();
     }
 
-    /// Breaks the communicator: this collective and all later ones fail. The first cause counts.
+    /// Breaks the communicator: this collective and all later ones fail. The first cause counts, also for what is started later;
+    /// what fails though it came before that keeps its own.
     pub fn fail(&self, number: u64, cause: CommError) {
         let mut state = self.lock();
-        let cause = state.broken.get_or_insert(Broken { from: number, cause }).cause.clone();
+        let broken = state.broken.get_or_insert_with(|| Broken { from: number, cause: cause.clone() });
+        let cause = if broken.from <= number { broken.cause.clone() } else { cause };
+        broken.from = broken.from.min(number);
         state.queue.retain(|job| job.number < number);
         let later = state.open.iter().position(|open| open.number >= number).unwrap_or(state.open.len());
         for open in state.open.drain(later..) {
