@@ -61,7 +61,7 @@ pub const BREAKING: &[(&str, Breaking)] = cases! {
     a_rank_that_leaves_is_named
     what_a_leaver_has_started_still_finishes
     who_gave_up_and_why_is_passed_on
-    whose_deadline_is_later_follows_at_once
+    whose_deadline_is_later_follows
     a_rank_that_gives_up_is_named_in_an_allgather
     a_rank_that_gives_up_is_named_in_a_long_sum
     a_rank_that_gives_up_is_named_in_an_all_to_all
@@ -443,7 +443,7 @@ fn who_gave_up_and_why_is_passed_on(seat: Seat<'_>) {
 }
 
 /// Also in a collective that the rank whose deadline passed had started, and although that rank does not leave.
-fn whose_deadline_is_later_follows_at_once(seat: Seat<'_>) {
+fn whose_deadline_is_later_follows(seat: Seat<'_>) {
     let comm = &*seat.comm;
     let (rank, last) = (comm.rank(), comm.size() - 1);
     done(comm.barrier(tag(0)));

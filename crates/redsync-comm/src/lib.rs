@@ -85,6 +85,6 @@ pub trait Communicator: Send + Sync {
 
     /// This rank cannot go on. Every rank that waits for a collective that this rank has not started, of any kind, learns
     /// the reason as [`CommError::GaveUp`]; what it had started still finishes. Later calls of this rank fail. Returns at
-    /// once; only the first reason counts.
+    /// once; only the first reason counts, and an engine may cut what is longer than a line or two.
     fn give_up(&self, reason: &str);
 }

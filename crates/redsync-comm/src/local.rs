@@ -171,43 +171,40 @@ impl State {
         // Who asks gets the tag of what it asks for.
         let tag = Tag { step: 0, op: 0 };
         let cause = CommError::GaveUp { rank, tag, reason: reason.to_string(), blames: Vec::new() };
-        self.breaks(rank, self.started[rank], cause);
+        let started = self.started[rank];
+        self.broken[rank].get_or_insert((started, cause));
         self.leave(rank);
-    }
-
-    /// Everything of this rank fails from this round on. Only the first cause counts.
-    fn breaks(&mut self, rank: usize, number: u64, cause: CommError) {
-        let (since, _) = self.broken[rank].get_or_insert((number, cause));
-        *since = number.min(*since);
     }
 
     /// Why a rank's part in a round cannot succeed any more, if so. Who is patient does not follow ranks that have reached a
     /// deadline.
     fn failure(&mut self, number: u64, rank: usize, tag: Tag, patient: bool) -> Option<CommError> {
-        if !self.round(number).complete() {
-            let expired = |other: usize| matches!(self.broken[other], Some((_, CommError::Deadline { .. })));
-            let absent = |&other: &usize| {
-                self.gone[other].is_some_and(|since| since <= number) && !(patient && expired(other))
-            };
-            if let Some(other) = (0..self.gone.len()).find(absent) {
-                let cause = match &self.broken[other] {
-                    None => CommError::Left { rank: other, tag },
-                    Some((_, cause)) => cause.followed(other, tag),
-                };
-                self.breaks(rank, number, cause);
-            }
+        if let Some((_, cause)) = self.broken[rank].as_ref().filter(|(since, _)| *since <= number) {
+            return Some(cause.clone().at(tag));
         }
-        match &self.broken[rank] {
-            Some((since, cause)) if *since <= number => Some(cause.clone().at(tag)),
-            _ => None,
+        if self.round(number).complete() {
+            return None;
         }
+        let expired = |other: usize| matches!(self.broken[other], Some((_, CommError::Deadline { .. })));
+        let absent = |&other: &usize| {
+            self.gone[other].is_some_and(|since| since <= number) && !(patient && expired(other))
+        };
+        let other = (0..self.gone.len()).find(absent)?;
+        let cause = match &self.broken[other] {
+            None => CommError::Left { rank: other, tag },
+            Some((_, cause)) => cause.followed(other, tag),
+        };
+        self.broken[rank].get_or_insert((number, cause.clone()));
+        Some(cause)
     }
 
-    /// The time is up: all who wait for this round should know.
+    /// The time is up: all who wait for this round should know. Missing are those who hold up the first round that is not
+    /// complete; who is in that one comes later because of them.
     fn expire(&mut self, number: u64, rank: usize, tag: Tag, waited: Duration) -> CommError {
-        let missing = self.round(number).missing();
+        let missing =
+            self.rounds.iter().find(|round| !round.complete()).map(Round::missing).unwrap_or_default();
         let cause = CommError::Deadline { tag, waited, missing };
-        self.breaks(rank, number, cause.clone());
+        self.broken[rank].get_or_insert((number, cause.clone()));
         let since = self.gone[rank].get_or_insert(number);
         *since = number.min(*since);
         cause

@@ -11,6 +11,12 @@
 //!
 //! While it waits the thread tests its requests with pauses of 20 to 200 microseconds, because MPI moves nothing by itself.
 //!
+//! # How it finds out who is missing
+//! A rank whose deadline has passed may miss a peer that itself waits for another. So it tells every rank how many collectives
+//! it has started and whom it misses where, all answer with the same, also those that are idle, and the verdict falls when all have
+//! answered or a short grace is over (a quarter of the deadline, at most a second): whoever is missed somewhere and was not
+//! there, nor is held up earlier itself. Ranks whose deadline has not passed follow with [`GaveUp`](crate::CommError::GaveUp).
+//!
 //! # How it ends
 //! Dropping a healthy [`Mpi`] tells the other ranks, waits until they leave too and calls `MPI_Finalize`, which is a
 //! collective itself. After an error that could wait for ever, so a broken `Mpi` tells the others why it leaves, gives them two

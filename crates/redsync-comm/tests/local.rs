@@ -1,44 +1,60 @@
 //! The conformance suite on threads, with 1 to 8 ranks, and what only this engine promises.
 
-use redsync_comm::conformance::{BREAKING, HEALTHY, Seat};
+use redsync_comm::conformance::{BREAKING, Breaking, HEALTHY, LONG, Seat};
 use redsync_comm::{CommError, Communicator, Tag, local, mpi};
-use std::sync::Barrier;
+use std::sync::{Condvar, Mutex};
+use std::thread::Scope;
 use std::time::Duration;
 
-fn on_all_ranks(size: usize, case: impl Fn(Box<dyn Communicator>) + Sync) {
+/// Starts a thread; its name is what a failure shows.
+fn start<'s>(scope: &'s Scope<'s, '_>, name: &str, run: impl FnOnce() + Send + 's) {
+    let thread = std::thread::Builder::new().name(name.to_string());
+    thread.spawn_scoped(scope, run).expect("a thread");
+}
+
+fn on_all_ranks(name: &str, size: usize, case: impl Fn(Box<dyn Communicator>) + Sync) {
     std::thread::scope(|scope| {
         let case = &case;
         for comm in local::group(size) {
-            scope.spawn(move || case(Box::new(comm)));
+            start(scope, name, move || case(Box::new(comm)));
         }
     });
 }
 
-/// All cases at once, each on a thread with its name, which is what a failure shows.
-fn run<C: Copy + Send>(cases: &[(&str, C)], run: impl Fn(C) + Sync) {
-    std::thread::scope(|scope| {
-        for &(name, case) in cases {
-            let run = &run;
-            let thread = std::thread::Builder::new().name(name.to_string());
-            thread.spawn_scoped(scope, move || run(case)).unwrap();
-        }
-    });
+/// Where ranks meet. Who waits too long goes on: a rank that has failed never comes.
+#[derive(Default)]
+struct Meeting {
+    come: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Meeting {
+    fn wait_for(&self, size: usize) {
+        let mut come = self.come.lock().expect("nobody panics here");
+        *come += 1;
+        self.changed.notify_all();
+        drop(self.changed.wait_timeout_while(come, LONG, |come| *come < size));
+    }
 }
 
 #[test]
 fn the_healthy_cases_hold_on_1_to_8_ranks() {
-    run(HEALTHY, |case| (1..=8).for_each(|size| on_all_ranks(size, |comm| case(&*comm))));
+    std::thread::scope(|scope| {
+        for (name, case) in HEALTHY {
+            start(scope, name, || (1..=8).for_each(|size| on_all_ranks(name, size, |comm| case(&*comm))));
+        }
+    });
 }
 
 #[test]
 fn the_breaking_cases_hold_on_2_3_and_8_ranks() {
-    run(BREAKING, |case| {
-        for size in [2, 3, 8] {
-            let barrier = Barrier::new(size);
-            let meet = || {
-                barrier.wait();
-            };
-            on_all_ranks(size, |comm| case(Seat { comm, meet: &meet }));
+    let run = |name: &str, case: Breaking, size: usize| {
+        let meeting = Meeting::default();
+        on_all_ranks(name, size, |comm| case(Seat { comm, meet: &|| meeting.wait_for(size) }));
+    };
+    std::thread::scope(|scope| {
+        for (name, case) in BREAKING {
+            start(scope, name, move || [2, 3, 8].into_iter().for_each(|size| run(name, *case, size)));
         }
     });
 }
@@ -80,6 +96,21 @@ fn a_deadline_names_all_who_are_missing() {
     let waited = Duration::from_millis(1);
     let cause = ranks[2].barrier(TAG).wait(waited).unwrap_err();
     assert_eq!(cause, CommError::Deadline { tag: TAG, waited, missing: vec![0, 1, 3] });
+}
+
+#[test]
+fn who_waits_for_another_itself_is_not_named() {
+    let ranks = local::group(3);
+    let waited = Duration::from_millis(1);
+    let later = Tag { step: 1, op: 3 };
+    // Rank 1 is in the first one and waits there for rank 2.
+    let held_up = ranks[1].barrier(TAG);
+    let (first, second) = (ranks[0].barrier(TAG), ranks[0].barrier(later));
+    let cause = second.wait(waited).unwrap_err();
+    assert_eq!(cause, CommError::Deadline { tag: later, waited, missing: vec![2] });
+    // The first can still finish, and does.
+    ranks[2].barrier(TAG).wait(Duration::ZERO).unwrap();
+    assert_eq!((first.wait(Duration::ZERO), held_up.wait(Duration::ZERO)), (Ok(()), Ok(())));
 }
 
 #[test]

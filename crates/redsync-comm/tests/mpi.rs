@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 use redsync_comm::conformance::{BREAKING, HEALTHY, LONG, Seat};
-use redsync_comm::{Communicator, mpi};
+use redsync_comm::{CommError, Communicator, Tag, mpi};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -15,6 +15,14 @@ const OPENMPI: &str = "mpirun.openmpi --allow-run-as-root --oversubscribe --mca 
 
 /// Where the ranks of a job leave their verdicts: set in those, unset in the process that starts the jobs.
 const VERDICTS: &str = "REDSYNC_TEST_VERDICTS";
+
+type Own = fn(&dyn Communicator, &Path);
+
+/// Cases of this engine alone.
+const OWN: &[(&str, Own)] = &[
+    ("a_rank_that_falls_silent_is_named_by_all_others", falls_silent),
+    ("a_rank_that_waits_for_another_itself_is_not_named", is_held_up),
+];
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -43,7 +51,8 @@ fn driver(filter: Option<&String>) -> ExitCode {
             judge("all_healthy_cases", ranks, "healthy");
         }
     }
-    for (name, _) in BREAKING.iter().filter(|(name, _)| wanted(name)) {
+    let own = OWN.iter().map(|(name, _)| *name);
+    for name in BREAKING.iter().map(|(name, _)| *name).chain(own).filter(|name| wanted(name)) {
         [2, 4].into_iter().for_each(|ranks| judge(name, ranks, name));
     }
     println!("\nmpi: {passed} passed, {failed} failed");
@@ -97,14 +106,73 @@ fn rank(verdicts: &Path, arguments: &[String]) -> ExitCode {
             eprintln!("rank {rank}: {name}");
             case(&comm);
         }),
-        _ => {
-            let (_, run) = BREAKING.iter().find(|(name, _)| name == case).unwrap();
-            run(Seat { comm: Box::new(comm), meet: &|| say("meet", "ok") });
-        }
+        _ => match OWN.iter().find(|(name, _)| name == case) {
+            Some((_, run)) => run(&comm, verdicts),
+            None => {
+                let (_, run) = BREAKING.iter().find(|(name, _)| name == case).unwrap();
+                run(Seat { comm: Box::new(comm), meet: &|| say("meet", "ok") });
+            }
+        },
     }));
     // The first rank to end without finalizing makes mpirun end all others: not before they have spoken.
     say("", outcome.map_or("failed", |()| "ok"));
     ExitCode::SUCCESS
+}
+
+/// The last rank is stopped while all exchange, wherever it is then, and goes on once the others have named it.
+fn falls_silent(comm: &dyn Communicator, verdicts: &Path) {
+    let (rank, last) = (comm.rank(), comm.size() - 1);
+    let signal = |signal: &str, process: &str| {
+        Command::new("kill").args([signal, process]).status().unwrap();
+    };
+    let exchange = |step: u64| {
+        let sum = comm.allreduce(Tag { step, op: 0 }, vec![1.0; 300_000]);
+        let gathered = comm.allgather(Tag { step, op: 1 }, vec![1; 20_000]);
+        sum.wait(Duration::from_secs(2))?;
+        gathered.wait(Duration::from_secs(2))
+    };
+    std::thread::scope(|scope| {
+        let silence = || {
+            let this = std::process::id().to_string();
+            std::fs::write(verdicts.join("silent"), &this).unwrap();
+            signal("-STOP", &this);
+        };
+        let cause = (0..).find_map(|step| {
+            if (rank, step) == (last, 20) {
+                scope.spawn(silence);
+            }
+            exchange(step).err()
+        });
+        if rank == last {
+            return;
+        }
+        std::fs::write(verdicts.join(format!("named{rank}")), "").unwrap();
+        wait_for(last, verdicts, "named");
+        if rank == 0 {
+            signal("-CONT", &std::fs::read_to_string(verdicts.join("silent")).unwrap());
+        }
+        let cause = cause.unwrap();
+        assert_eq!(cause.ranks(), [last], "{cause}");
+    });
+}
+
+/// Rank 0 waits for a collective to which the others do not come, because the last one is missing in the one before.
+fn is_held_up(comm: &dyn Communicator, verdicts: &Path) {
+    let (rank, last) = (comm.rank(), comm.size() - 1);
+    let (first, second) = (Tag { step: 0, op: 1 }, Tag { step: 0, op: 2 });
+    comm.barrier(Tag { step: 0, op: 0 }).wait(LONG).unwrap();
+    let waited = Duration::from_secs(2);
+    let deadline = |tag| CommError::Deadline { tag, waited, missing: vec![last] };
+    if rank == 0 {
+        let pending = (comm.barrier(first), comm.barrier(second));
+        assert_eq!(pending.1.wait(waited), Err(deadline(second)));
+        assert_eq!(pending.0.wait(waited), Err(deadline(first)));
+    } else if rank != last {
+        let cause = comm.barrier(first).wait(LONG).unwrap_err();
+        assert_eq!(cause, deadline(second).followed(0, first));
+    }
+    std::fs::write(verdicts.join(format!("named{rank}")), "").unwrap();
+    wait_for(comm.size(), verdicts, "named");
 }
 
 /// Looks for the files of all ranks until they are there or somebody must have hung.

@@ -47,6 +47,42 @@ def _child(rank: int, ranks: int, ports: Any, out: pathlib.Path, run: Callable[.
     os._exit(0)
 
 
+class Job:
+    """A function that runs on every rank of a group of its own."""
+
+    def __init__(self, ranks: int, run: Callable[..., Any], *arguments: Any) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        self._out, ports = pathlib.Path(self._directory.name), _processes.SimpleQueue()
+        places = [(rank, ranks, ports, self._out, run, arguments) for rank in range(ranks)]
+        self._children = [_processes.Process(target=_child, args=place) for place in places]
+        for child in self._children:
+            child.start()
+
+    def outcomes(self, limit: float, stopped: Sequence[int] = ()) -> list[tuple[str, Any]]:
+        """See the function of this name."""
+        ranks = len(self._children)
+        with self._directory:
+            try:
+                for rank in sorted(range(ranks), key=lambda rank: rank in stopped):
+                    if rank in stopped:
+                        self._children[rank].kill()
+                    self._children[rank].join(limit)
+                    if self._children[rank].is_alive():
+                        raise Failed(f"rank {rank} of {ranks} still ran after {limit} seconds")
+            finally:
+                for child in self._children:
+                    child.kill()
+            return [_outcome(child, self._out / f"{rank}.pt") for rank, child in enumerate(self._children)]
+
+    def results(self, limit: float) -> list[Any]:
+        """What every rank returned; raises what one of them raised."""
+        found = self.outcomes(limit)
+        for rank, (kind, value) in enumerate(found):
+            if kind != "ok":
+                raise Failed(f"rank {rank}: {kind}: {value}")
+        return [value for _, value in found]
+
+
 def outcomes(
     ranks: int, run: Callable[..., Any], *arguments: Any, limit: float = 120.0, stopped: Sequence[int] = ()
 ) -> list[tuple[str, Any]]:
@@ -54,22 +90,7 @@ def outcomes(
 
     `stopped` ranks do not end by themselves, and are killed when all others have.
     """
-    with tempfile.TemporaryDirectory() as name:
-        out, ports = pathlib.Path(name), _processes.SimpleQueue()
-        children = [_processes.Process(target=_child, args=(rank, ranks, ports, out, run, arguments)) for rank in range(ranks)]
-        for child in children:
-            child.start()
-        try:
-            for rank in sorted(range(ranks), key=lambda rank: rank in stopped):
-                if rank in stopped:
-                    children[rank].kill()
-                children[rank].join(limit)
-                if children[rank].is_alive():
-                    raise Failed(f"rank {rank} of {ranks} still ran after {limit} seconds")
-        finally:
-            for child in children:
-                child.kill()
-        return [_outcome(child, out / f"{rank}.pt") for rank, child in enumerate(children)]
+    return Job(ranks, run, *arguments).outcomes(limit, stopped)
 
 
 def _outcome(child: Any, path: pathlib.Path) -> tuple[str, Any]:
@@ -81,8 +102,4 @@ def _outcome(child: Any, path: pathlib.Path) -> tuple[str, Any]:
 
 def on_ranks(ranks: int, run: Callable[..., Any], *arguments: Any, limit: float = 120.0) -> list[Any]:
     """What every rank returned; raises what one of them raised."""
-    found = outcomes(ranks, run, *arguments, limit=limit)
-    for rank, (kind, value) in enumerate(found):
-        if kind != "ok":
-            raise Failed(f"rank {rank}: {kind}: {value}")
-    return [value for _, value in found]
+    return Job(ranks, run, *arguments).results(limit)

@@ -146,10 +146,18 @@ fn decode(header: &[u8], peer: usize) -> Result<(Call, usize), CommError> {
         (MAGIC, 1) => Kind::Allreduce,
         (MAGIC, 2) => Kind::Barrier,
         (MAGIC, 3) => Kind::Alltoall,
-        _ => return Err(failed(&format!("rank {peer} runs another version of this program"))),
+        _ => return Err(foreign(peer)),
     };
     let call = Call { kind, tag: Tag { step: u64_at(8), op: u32_at(16) }, length: u64_at(24) };
-    Ok((call, u64_at(32) as usize))
+    let length = u64_at(32);
+    if kind != Kind::Alltoall && length != call.length {
+        return Err(foreign(peer));
+    }
+    Ok((call, length as usize))
+}
+
+fn foreign(peer: usize) -> CommError {
+    failed(&format!("rank {peer} runs another version of this program"))
 }
 
 #[cfg(test)]
@@ -159,8 +167,11 @@ mod tests {
     #[test]
     fn a_header_survives_the_way_and_a_foreign_one_is_named() {
         let call = Call { kind: Kind::Allreduce, tag: Tag { step: u64::MAX - 1, op: 7 }, length: 1 << 40 };
-        let mut header = encode(call, 5);
-        assert_eq!(decode(&header, 3), Ok((call, 5)));
+        let dealt = Call { kind: Kind::Alltoall, ..call };
+        assert_eq!(decode(&encode(dealt, 5), 3), Ok((dealt, 5)));
+        assert!(decode(&encode(call, 5), 3).unwrap_err().to_string().contains("rank 3"));
+        let mut header = encode(call, 1 << 40);
+        assert_eq!(decode(&header, 3), Ok((call, 1 << 40)));
         header[0] ^= 1;
         assert!(decode(&header, 3).unwrap_err().to_string().contains("rank 3"));
     }

@@ -132,7 +132,9 @@ impl Thread {
         let mut moved = self.notes.progress(&self.lib)?;
         if let Some((number, waited)) = self.notes.earliest().filter(|_| moved) {
             self.alarm(number, waited);
-            self.speak();
+            if !self.spoken {
+                self.speak();
+            }
         }
         let still = self.trouble.as_ref().map_or(u64::MAX, |trouble| trouble.from);
         while self.active.len() < IN_FLIGHT && self.next < still {
@@ -183,9 +185,10 @@ impl Thread {
         }
     }
 
-    /// Breaks the communicator: this collective and all later ones fail. The first cause counts.
+    /// Breaks the communicator: this collective and all later ones fail. Whatever is started after that fails with the first
+    /// cause.
     fn fail_from(&mut self, number: u64, cause: CommError) {
-        let cause = self.broken.set(cause);
+        let first = self.broken.set(cause.clone());
         let from = self.failed.as_ref().map_or(number, |(from, _)| number.min(*from));
         self.trouble = self.trouble.take().filter(|trouble| trouble.from < from);
         self.active
@@ -195,7 +198,7 @@ impl Thread {
         self.active.retain(|exchange| exchange.number < from);
         let queued = (from.saturating_sub(self.next) as usize).min(self.queue.len());
         self.queue.drain(queued..).for_each(|(call, work)| work.body().fail(cause.clone().at(call.tag)));
-        self.failed = Some((from, cause));
+        self.failed = Some((from, first));
     }
 
     /// How many collectives this rank has started.
@@ -214,8 +217,8 @@ impl Thread {
         self.alarm(held_up.min(number), waited);
         if let Some(trouble) = &mut self.trouble {
             trouble.expired.get_or_insert((number, tag, waited));
+            self.speak();
         }
-        self.speak();
     }
 
     /// A deadline has passed in this collective, here or elsewhere.
@@ -230,11 +233,10 @@ impl Thread {
     /// What this rank misses: in the collective that it waits for, else in the first that does not go on.
     fn complaint(&self, expired: Option<(u64, Tag, Duration)>) -> Option<Complaint> {
         let waited = expired.map(|(_, _, waited)| waited);
-        let misses = |exchange: &&Exchange| !exchange.missing().is_empty();
-        let awaited = |exchange: &&Exchange| expired.is_some_and(|(number, ..)| number == exchange.number);
-        let mut active = self.active.iter().filter(misses);
-        let held_up = self.active.iter().filter(misses).find(awaited).or_else(|| active.next());
+        let awaited = |exchange: &Exchange| expired.is_some_and(|(number, ..)| number == exchange.number);
+        let held_up = self.active.iter().filter(|exchange| !exchange.missing().is_empty());
         held_up
+            .min_by_key(|exchange| (!awaited(exchange), exchange.number))
             .map(|exchange| Complaint {
                 number: exchange.number,
                 tag: exchange.call.tag,
@@ -244,24 +246,16 @@ impl Thread {
             .or(expired.map(|(number, tag, _)| Complaint { number, tag, waited, missing: Vec::new() }))
     }
 
-    /// Tells the others once how far this rank is and what it misses.
+    /// Tells the others how far this rank is and what it misses: as an answer, and whenever a deadline of its own has passed.
     fn speak(&mut self) {
-        if !self.spoken {
-            self.spoken = true;
-            let word = self.word();
-            self.say(Note::Word(word));
-        }
+        self.spoken = true;
+        let word = self.word();
+        self.notes.say(&self.lib, &Note::Word(word));
     }
 
     fn word(&self) -> Word {
         let expired = self.trouble.as_ref().and_then(|trouble| trouble.expired);
         Word { started: self.started(), complaint: self.complaint(expired) }
-    }
-
-    fn say(&mut self, note: Note) {
-        if let Err(cause) = self.notes.say(&self.lib, &note) {
-            self.fail_from(0, cause);
-        }
     }
 
     /// Ends the trouble when its time has come. Whose own deadline has passed needs no more than everybody's word; the others
@@ -306,14 +300,14 @@ impl Thread {
         let started = self.started();
         self.failed.get_or_insert((started, cause));
         let note = self.gone(false);
-        self.say(note);
+        self.notes.say(&self.lib, &note);
     }
 
     fn leave(&mut self) {
         self.decide();
         self.leaving = Some(Instant::now());
         let note = self.gone(true);
-        self.say(note);
+        self.notes.say(&self.lib, &note);
     }
 
     /// What the others are told when this rank goes. Who goes at a deadline takes the collective with it; of what fails

@@ -112,11 +112,11 @@ impl Board {
         };
         let Some((number, tag)) = self.desk.first_open(from) else { return };
         match self.seen[rank].note.as_ref().and_then(|note| note.gone.clone()) {
+            // Ranks whose deadlines end together all say so, instead of following the first.
+            Some(Gone::GaveUp { blames, .. }) if !blames.is_empty() && self.desk.is_near_deadline(number) => {
+            }
             Some(Gone::GaveUp { rank, reason, blames, .. }) => {
-                // Ranks whose deadlines end together all say so, instead of following the first.
-                if blames.is_empty() || !self.desk.is_near_deadline(number) {
-                    self.desk.fail(number, CommError::GaveUp { rank, tag, reason, blames });
-                }
+                self.desk.fail(number, CommError::GaveUp { rank, tag, reason, blames });
             }
             // It may have left because of a rank that is silent.
             Some(Gone::Left) => self.investigate(&Inquest { number, tag, why: Why::Left }),

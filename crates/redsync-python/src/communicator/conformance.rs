@@ -68,7 +68,7 @@ pub fn conformance_give_up(group: &Group, reason: &str) -> PyResult<()> {
     group.communicator().map(|torch| torch.give_up(reason))
 }
 
-/// Does a collective `times` times, one after the other; the seconds of each.
+/// Does an allgather of so many bytes, or an allreduce of so many values, `times` times, one after the other; the seconds of each.
 #[pyfunction]
 pub fn conformance_time(
     py: Python<'_>,
@@ -78,30 +78,39 @@ pub fn conformance_time(
     times: u64,
 ) -> PyResult<Vec<f64>> {
     let torch = group.communicator()?;
+    let deadline = Duration::from_secs(60);
+    let sums = kind == "allreduce";
     py.detach(|| {
-        let time =
-            |step| once(&*torch, kind, step, length, Duration::from_secs(60)).map(|time| time.as_secs_f64());
-        let times: Result<Vec<f64>, CommError> = (0..times).map(time).collect();
+        let (mut message, mut values) =
+            (vec![7; if sums { 0 } else { length }], vec![1.0; if sums { length } else { 0 }]);
+        let mut time = |step| {
+            let (tag, begin) = (Tag { step, op: 0 }, Instant::now());
+            if sums {
+                values = torch.allreduce(tag, std::mem::take(&mut values)).wait(deadline)?;
+                return Ok(begin.elapsed().as_secs_f64());
+            }
+            let gathered = torch.allgather(tag, std::mem::take(&mut message)).wait(deadline)?;
+            let time = begin.elapsed().as_secs_f64();
+            message = gathered.reclaim().pop().unwrap_or_default();
+            Ok(time)
+        };
+        let times: Result<Vec<f64>, CommError> = (0..times).map(&mut time).collect();
         times.map_err(|cause| PyValueError::new_err(cause.to_string()))
     })
 }
 
-/// How long one collective took, from its start to its result.
 fn once(
     comm: &dyn Communicator,
     kind: &str,
     step: u64,
     length: usize,
     deadline: Duration,
-) -> Result<Duration, CommError> {
-    let (tag, bytes, values) = (Tag { step, op: 0 }, vec![7; length], vec![1.0; length]);
-    let messages = vec![bytes.clone(); if kind == "alltoall" { comm.size() } else { 0 }];
-    let begin = Instant::now();
+) -> Result<(), CommError> {
+    let tag = Tag { step, op: 0 };
     match kind {
-        "allgather" => drop(comm.allgather(tag, bytes).wait(deadline)?),
-        "alltoall" => drop(comm.alltoall(tag, messages).wait(deadline)?),
-        "allreduce" => drop(comm.allreduce(tag, values).wait(deadline)?),
-        _ => comm.barrier(tag).wait(deadline)?,
+        "allgather" => comm.allgather(tag, vec![7; length]).wait(deadline).map(drop),
+        "alltoall" => comm.alltoall(tag, vec![vec![7; length]; comm.size()]).wait(deadline).map(drop),
+        "allreduce" => comm.allreduce(tag, vec![1.0; length]).wait(deadline).map(drop),
+        _ => comm.barrier(tag).wait(deadline),
     }
-    Ok(begin.elapsed())
 }

@@ -85,7 +85,7 @@ pub struct Inquest {
 pub struct Desk {
     /// This rank.
     pub rank: usize,
-    /// How long the others may be busy with what this rank started before it left.
+    /// Five beats of the board: how long what takes part in the end of a communicator may take.
     pub grace: Duration,
     state: Mutex<State>,
     /// Rings for the thread of the wire.
@@ -104,6 +104,8 @@ struct State {
     inquest: Option<Inquest>,
     /// Until when what was started may go on, once the communicator is closed.
     closing: Option<Instant>,
+    /// The board did not answer a question.
+    deaf: bool,
     wire_ended: bool,
     board_ended: bool,
 }
@@ -189,16 +191,25 @@ impl Desk {
         self.bell.notify_all();
     }
 
-    /// Breaks the communicator: this collective and all later ones fail. The first cause counts.
+    /// Breaks the communicator: this collective and all later ones fail. The first cause counts, also for what is started later;
+    /// what fails though it came before that keeps its own.
     pub fn fail(&self, number: u64, cause: CommError) {
         let mut state = self.lock();
-        let cause = state.broken.get_or_insert(Broken { from: number, cause }).cause.clone();
+        let broken = state.broken.get_or_insert_with(|| Broken { from: number, cause: cause.clone() });
+        let cause = if broken.from <= number { broken.cause.clone() } else { cause };
+        broken.from = broken.from.min(number);
         state.queue.retain(|job| job.number < number);
         let later = state.open.iter().position(|open| open.number >= number).unwrap_or(state.open.len());
         for open in state.open.drain(later..) {
             open.slot.fill(Err(cause.clone().at(open.tag)));
         }
         self.bell.notify_all();
+    }
+
+    /// The same, when not even the board answers.
+    pub fn fail_without_board(&self, number: u64, cause: CommError) {
+        self.lock().deaf = true;
+        self.fail(number, cause);
     }
 
     /// No more work is taken; what was started may go on for a while.
@@ -213,17 +224,25 @@ impl Desk {
 
     /// Waits until both threads have ended, not for ever. Then nothing is open any more.
     pub fn wait_for_end(&self) {
-        let until = Instant::now() + 3 * self.grace;
+        let state = self.wait_while(self.grace * 6 / 5, |state| !state.wire_ended);
+        drop(state);
+        // One that hangs in the store is not waited for.
+        let state = self.wait_while(self.grace, |state| !state.board_ended && !state.deaf);
+        drop(state);
+        self.fail(0, closed());
+    }
+
+    fn wait_while(&self, limit: Duration, unfinished: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
+        let until = Instant::now() + limit;
         let mut state = self.lock();
-        while !(state.wire_ended && state.board_ended) {
+        while unfinished(&state) {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
             state = wait(&self.bell, state, left);
         }
-        drop(state);
-        self.fail(0, closed());
+        state
     }
 
     // For the thread of the wire.

@@ -101,23 +101,28 @@ pub enum Why {
 }
 
 /// Who is to blame that the collective `number` does not end; None while it is too early to tell. `others` are the notes of the
-/// other ranks, None of a rank that never wrote one. Silence comes first: a rank may have left, or lag, because of it.
+/// other ranks, None of a rank that never wrote one. Silence comes first: a rank may have left, or lag, because of it. A rank that
+/// is held up in an earlier collective itself is named only if nobody else can be.
 pub fn judge<'a>(
     number: u64,
     others: impl Iterator<Item = (usize, Option<&'a Note>, Pulse)>,
 ) -> Option<Verdict> {
-    let (mut silent, mut left, mut behind) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut silent, mut left, mut idle, mut held_up) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (rank, note, pulse) in others {
+        let is_behind = note.is_none_or(|note| note.started <= number);
+        let is_idle = note.is_none_or(|note| note.finished == note.started);
         match (note.and_then(|note| note.gone.as_ref()), pulse) {
-            (Some(Gone::Left), _) if note.is_some_and(|note| note.started <= number) => left.push(rank),
+            (Some(Gone::Left), _) if is_behind => left.push(rank),
             (Some(_), _) => {}
             (None, Pulse::Unknown) => return None,
             (None, Pulse::Silent) => silent.push(rank),
-            (None, Pulse::Beating) if note.is_none_or(|note| note.started <= number) => behind.push(rank),
+            (None, Pulse::Beating) if is_behind && is_idle => idle.push(rank),
+            (None, Pulse::Beating) if is_behind => held_up.push(rank),
             (None, Pulse::Beating) => {}
         }
     }
-    let found = [(Found::Silent, silent), (Found::Left, left), (Found::Behind, behind)];
+    let found =
+        [(Found::Silent, silent), (Found::Left, left), (Found::Behind, idle), (Found::Behind, held_up)];
     let found = found.into_iter().find(|(_, ranks)| !ranks.is_empty());
     let (found, ranks) = found.unwrap_or((Found::Nothing, Vec::new()));
     Some(Verdict { found, ranks })

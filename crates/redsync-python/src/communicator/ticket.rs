@@ -36,7 +36,7 @@ impl<T: Send> Operation<T> for Ticket<T> {
             return outcome.map(self.finish);
         }
         let silent = CommError::Deadline { tag: self.tag, waited: deadline, missing: self.holder.clone() };
-        self.desk.fail(self.number, silent.clone());
+        self.desk.fail_without_board(self.number, silent.clone());
         Err(silent)
     }
 }
