@@ -29,7 +29,7 @@ pub type State = Vec<(Vec<f32>, Vec<f32>)>;
 pub struct Language {
     /// The number of different words.
     pub vocabulary: usize,
-    pub(super) specs: Vec<Spec>,
+    specs: Vec<Spec>,
     shape: Lstm,
 }
 
@@ -53,6 +53,11 @@ impl Lstm {
 }
 
 impl Language {
+    /// The parameters, in forward order.
+    pub fn specs(&self) -> &[Spec] {
+        &self.specs
+    }
+
     /// The state before the first word.
     pub fn blank(&self, batch: usize) -> State {
         let zeros = || vec![0.0; batch * self.shape.units];

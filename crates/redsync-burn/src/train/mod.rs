@@ -5,18 +5,27 @@
 //! ```
 
 mod checkpoint;
+mod epoch;
 mod events;
+mod images;
 mod metrics;
 mod optimizer;
+mod ranks;
+mod resume;
 mod schedule;
+mod seconds;
 mod settings;
+mod task;
+mod tell;
 mod trainer;
+mod words;
 
-pub use metrics::{EpochRecord, LayerRecord, Metrics, Observer, RunRecord, Seconds, StepRecord, Summary};
+pub use metrics::{EpochRecord, LayerRecord, Metrics, Observer, RunRecord, StepRecord, Summary};
 pub use optimizer::Optimizer;
 pub use schedule::{Pace, Schedule};
-pub use settings::{Begin, Settings};
-pub use trainer::{Ended, train};
+pub use seconds::{Seconds, milliseconds};
+pub use settings::{Settings, WarmUp};
+pub use trainer::{Ended, train, train_network};
 
 use crate::net::UnknownModel;
 use redsync_comm::CommError;
