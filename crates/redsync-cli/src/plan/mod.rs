@@ -6,11 +6,11 @@ mod layers;
 pub mod predict;
 
 use crate::bench::{Comm, grouped, parse_density, parse_model, parse_ms, print_json, progress, table};
-use crate::platform;
-use anyhow::{Context, Result, anyhow, bail};
+use crate::{platform, ranks};
+use anyhow::Result;
 use clap::Args;
 use predict::{Answer, Question};
-use redsync_comm::{Communicator, local, mpi};
+use redsync_comm::Communicator;
 use redsync_core::Density;
 use redsync_engine::cost::{Compute, Platform};
 use redsync_engine::models::Model;
@@ -151,40 +151,16 @@ impl Plan {
         if ranks > 256 {
             return Err(crate::usage("--comm local wants at most 256 ranks: each is a thread".into()));
         }
-        let threads: Vec<_> = local::group(ranks)
-            .into_iter()
-            .map(|comm| {
-                let config = config.clone();
-                std::thread::spawn(move || measured(Arc::new(comm), &config))
-            })
-            .collect();
-        let mut platform = None;
-        for thread in threads {
-            let outcome = thread.join().unwrap_or_else(|_| Err(anyhow!("a rank panicked")))?;
-            platform = platform.or(Some(outcome));
-        }
-        platform.context("there are no ranks")
+        ranks::on_threads(ranks, move |comm| measured(comm, &config))
     }
 
     /// The platform on rank 0.
     fn measure_mpi(&self, recurrent: bool) -> Result<Option<(Platform, usize)>> {
-        let comm: Arc<dyn Communicator> = Arc::new(mpi::world()?);
-        let (rank, ranks) = (comm.rank(), comm.size());
-        if self.ranks.is_some_and(|said| said as usize != ranks) {
-            bail!(
-                "mpirun started {ranks} ranks, --ranks says {}: is it the mpirun of another MPI?",
-                self.described_ranks()
-            );
-        }
-        match measured(comm.clone(), &self.model.config(recurrent, Preset::Auto)) {
-            Ok(platform) => Ok((rank == 0).then_some((platform, ranks))),
-            Err(error) => {
-                // Before the communicator goes: mpirun ends the other ranks when the first one fails.
-                crate::complain(&format!("rank {rank}: {error:#}"));
-                drop(comm);
-                std::process::exit(1);
-            }
-        }
+        let config = self.model.config(recurrent, Preset::Auto);
+        ranks::on_mpi("ranks", self.ranks.map(|said| said as usize), |comm| {
+            let ranks = comm.size();
+            Ok((measured(comm, &config)?, ranks))
+        })
     }
 
     fn print(&self, name: &str, platform: &Platform, answer: &Answer) {

@@ -7,12 +7,13 @@ mod report;
 
 use super::{data, parse_density, print_json, progress};
 use crate::plan::measured;
-use anyhow::{Result, anyhow, bail};
+use crate::ranks;
+use anyhow::Result;
 use clap::{Args, ValueEnum};
 use damage::{Damage, Damaging};
 use player::{OFFSETS, Player};
 use rand_distr::{Distribution, StandardNormal};
-use redsync_comm::{Communicator, local, mpi};
+use redsync_comm::Communicator;
 use redsync_core::Density;
 use redsync_engine::cost::Compute;
 use redsync_engine::models::Model;
@@ -113,9 +114,13 @@ pub(crate) fn parse_ms(text: &str) -> Result<f64, String> {
 
 impl Sync {
     pub fn run(self) -> Result<()> {
+        let noise = self.noise()?;
+        let ranks = self.ranks.map(usize::from);
+        let bench = self.clone();
+        let work = move |comm| bench.run_rank(comm, noise.clone());
         let report = match self.comm {
-            Comm::Local => self.run_local()?,
-            Comm::Mpi => self.run_mpi()?,
+            Comm::Local => ranks::on_threads(ranks.unwrap_or(4), work)?,
+            Comm::Mpi => ranks::on_mpi("ranks", ranks, work)?.flatten(),
         };
         match report {
             Some(report) if self.json => print_json(&report),
@@ -125,50 +130,6 @@ impl Sync {
             }
             None => Ok(()),
         }
-    }
-
-    /// All ranks are threads; the first error that has a cause of its own is the one that is told.
-    fn run_local(&self) -> Result<Option<Report>> {
-        let noise = self.noise()?;
-        let ranks = usize::from(self.ranks.unwrap_or(4));
-        let threads: Vec<_> = local::group(ranks)
-            .into_iter()
-            .map(|comm| {
-                let (bench, noise) = (self.clone(), noise.clone());
-                std::thread::spawn(move || bench.run_rank(Arc::new(comm), noise))
-            })
-            .collect();
-        let join = |thread: std::thread::JoinHandle<Result<Option<Report>>>| {
-            thread.join().unwrap_or_else(|_| Err(anyhow!("a rank panicked")))
-        };
-        let mut report = None;
-        let mut errors = Vec::new();
-        for (rank, outcome) in threads.into_iter().map(join).enumerate() {
-            match outcome {
-                Ok(outcome) => report = report.or(outcome),
-                Err(error) => errors.push(format!("rank {rank}: {error:#}")),
-            }
-        }
-        if errors.is_empty() { Ok(report) } else { bail!(errors.join("\nredsync: ")) }
-    }
-
-    fn run_mpi(&self) -> Result<Option<Report>> {
-        let comm: Arc<dyn Communicator> = Arc::new(mpi::world()?);
-        if let Some(ranks) = self.ranks.filter(|ranks| usize::from(*ranks) != comm.size()) {
-            bail!(
-                "mpirun started {} ranks, --ranks says {ranks}: is it the mpirun of another MPI?",
-                comm.size()
-            );
-        }
-        let rank = comm.rank();
-        let outcome = self.noise().and_then(|noise| self.run_rank(comm.clone(), noise));
-        if let Err(error) = outcome {
-            // Before the communicator goes: mpirun ends the other ranks when the first one fails.
-            crate::complain(&format!("rank {rank}: {error:#}"));
-            drop(comm);
-            std::process::exit(1);
-        }
-        outcome
     }
 
     /// One buffer of noise, longer than the largest layer by the range of offsets.
