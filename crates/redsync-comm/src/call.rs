@@ -27,6 +27,8 @@ pub enum Kind {
     Allreduce,
     /// Nothing but the meeting itself.
     Barrier,
+    /// Every rank receives its own message from every rank.
+    Alltoall,
 }
 
 /// One rank's part in a collective, as the other ranks see it.
@@ -36,12 +38,12 @@ pub struct Call {
     pub kind: Kind,
     /// Which collective it is meant to be.
     pub tag: Tag,
-    /// Bytes of an allgather message, values of an allreduce, 0 for a barrier.
+    /// Bytes of an allgather message, values of an allreduce, bytes sent in an all-to-all, 0 for a barrier.
     pub length: u64,
 }
 
 impl Call {
-    /// Whether two ranks mean the same collective. The lengths of allgather messages are free.
+    /// Whether two ranks mean the same collective. Only the length of a sum has to agree.
     pub fn matches(&self, other: &Call) -> bool {
         let same_length = self.kind != Kind::Allreduce || self.length == other.length;
         self.kind == other.kind && self.tag == other.tag && same_length
@@ -54,6 +56,7 @@ impl fmt::Display for Call {
             Kind::Allgather => write!(f, "allgather at {}", self.tag),
             Kind::Allreduce => write!(f, "allreduce of {} values at {}", self.length, self.tag),
             Kind::Barrier => write!(f, "barrier at {}", self.tag),
+            Kind::Alltoall => write!(f, "all-to-all at {}", self.tag),
         }
     }
 }

@@ -38,15 +38,18 @@ pub enum CommError {
         tag: Tag,
     },
 
-    /// A rank met an error of its own, and left before it took part in this collective.
+    /// A rank gave up, by [`give_up`](crate::Communicator::give_up) or because of an error, so this collective will not be
+    /// complete. Each collective that fails so has its own tag in the error.
     #[error("rank {rank} gave up before {tag}: {reason}")]
     GaveUp {
-        /// The rank that met the error.
+        /// The rank that gave up first.
         rank: usize,
         /// The collective that will never be complete.
         tag: Tag,
         /// What that rank said.
         reason: String,
+        /// The ranks whose silence made that rank give up; empty if the cause is its own.
+        blames: Vec<usize>,
     },
 
     /// The engine underneath reported an error, or could not be started.
@@ -67,12 +70,41 @@ pub enum CommError {
 }
 
 impl CommError {
-    /// What the others are told when this rank leaves because of this error: who met the first error, and which.
-    pub(crate) fn origin(&self, rank: usize) -> (usize, String) {
+    /// The ranks to blame, as far as this rank knows.
+    pub fn ranks(&self) -> Vec<usize> {
         match self {
-            CommError::GaveUp { rank, reason, .. } => (*rank, reason.clone()),
-            cause => (rank, cause.to_string()),
+            CommError::Mismatch { rank, .. } | CommError::Left { rank, .. } => vec![*rank],
+            CommError::Deadline { missing, .. } => missing.clone(),
+            CommError::GaveUp { rank, blames, .. } if blames.is_empty() => vec![*rank],
+            CommError::GaveUp { blames, .. } => blames.clone(),
+            CommError::Engine { .. } | CommError::NotBuilt => Vec::new(),
         }
+    }
+
+    /// For engines: what a collective of another rank fails with when `rank` goes because of this error. Who gave up first
+    /// keeps its name, over any number of ranks.
+    pub fn followed(&self, rank: usize, tag: Tag) -> CommError {
+        let blames = match self {
+            CommError::GaveUp { .. } => return self.clone().at(tag),
+            CommError::Deadline { missing, .. } => missing.clone(),
+            CommError::Left { rank, .. } => vec![*rank],
+            _ => Vec::new(),
+        };
+        CommError::GaveUp { rank, tag, reason: self.to_string(), blames }
+    }
+
+    /// For engines: this cause as the collective `tag` reports it.
+    pub fn at(mut self, tag: Tag) -> CommError {
+        if let CommError::GaveUp { tag: own, .. } = &mut self {
+            *own = tag;
+        }
+        self
+    }
+
+    /// For engines: an all-to-all that was not given one message for each rank.
+    pub fn miscounted(engine: &'static str, messages: usize, ranks: usize) -> CommError {
+        let reason = format!("an all-to-all among {ranks} ranks was given {messages} messages");
+        CommError::Engine { engine, reason }
     }
 }
 
@@ -114,5 +146,23 @@ mod tests {
             "rank 1 started allreduce of 10 values at step 3 op 1 where this rank started barrier at step 3 op 2"
         );
         assert!(CommError::NotBuilt.to_string().contains("--features mpi"));
+        let theirs = Call { kind: Kind::Alltoall, tag, length: 10 };
+        assert_eq!(theirs.to_string(), "all-to-all at step 3 op 1");
+    }
+
+    #[test]
+    fn blame_passes_through_those_who_follow() {
+        let tag = |op| Tag { step: 3, op };
+        let deadline = CommError::Deadline { tag: tag(1), waited: Duration::from_secs(2), missing: vec![2] };
+        assert_eq!(deadline.ranks(), [2]);
+        let followed = deadline.followed(0, tag(4));
+        let reason = "no answer from rank 2 within 2s in step 3 op 1".to_string();
+        assert_eq!(followed, CommError::GaveUp { rank: 0, tag: tag(4), reason, blames: vec![2] });
+        assert_eq!(followed.followed(1, tag(5)), followed.clone().at(tag(5)));
+        assert_eq!(followed.ranks(), [2]);
+        let left = CommError::Left { rank: 3, tag: tag(1) };
+        assert_eq!((left.ranks(), left.followed(0, tag(1)).ranks()), (vec![3], vec![3]));
+        let own = CommError::Engine { engine: "local", reason: "broken".to_string() };
+        assert_eq!((own.ranks(), own.followed(1, tag(1)).ranks()), (vec![], vec![1]));
     }
 }

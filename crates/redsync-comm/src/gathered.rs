@@ -1,4 +1,4 @@
-//! The result of an allgather: one message per rank, in rank order, shared or owned, never copied.
+//! The result of an allgather or an all-to-all: one message per rank, in rank order, shared or owned, never copied.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Collectives among the ranks of a group: a variable-length allgather, a dense sum, a barrier. Owned buffers go in, owned
-//! buffers come out through a [`Pending`] that can be polled or waited for with a deadline.
+//! Collectives among the ranks of a group: a variable-length allgather and all-to-all, a dense sum, a barrier. Owned buffers go
+//! in, owned buffers come out through a [`Pending`] that can be polled or waited for with a deadline.
 //!
 //! What holds on every engine:
 //! - Collectives are matched in the order in which each rank starts them. The [`Tag`] travels along, so ranks that
@@ -7,13 +7,15 @@
 //! - Sums are taken in rank order: the same bits on every rank, in every run and on every engine.
 //! - Every wait has a deadline. After an error a communicator is broken: what was started before the failed collective may
 //!   still finish, everything later fails at once with the same cause.
+//! - A rank that cannot go on says so with [`Communicator::give_up`], and no rank has to wait for it until a deadline.
 //!
 //! | engine | ranks are | made by |
 //! | --- | --- | --- |
 //! | [`local`] | threads of one process | [`local::group`] |
 //! | [`mpi`] | processes under `mpirun` or a batch system (feature `mpi`) | [`mpi::world`] |
 //!
-//! A further engine implements [`Communicator`] and [`Operation`], and has to pass `tests/conformance`.
+//! A further engine implements [`Communicator`] and [`Operation`], and has to pass the module `conformance` (feature
+//! `conformance`). [`Slot`] and [`sum::in_order`] are parts to build it from.
 //!
 //! ```
 //! use redsync_comm::{CommError, Communicator, Tag, local};
@@ -39,21 +41,25 @@
 //! ```
 
 mod call;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 mod error;
 mod gathered;
 pub mod local;
 pub mod mpi;
 mod pending;
-mod sum;
+mod slot;
+pub mod sum;
 
 pub use call::{Call, Kind, Tag};
 pub use error::CommError;
 pub use gathered::Gathered;
 pub use pending::{Operation, Pending};
+pub use slot::Slot;
 
 /// One rank's place in a group, and the collectives it can start there.
 ///
-/// All three collectives return at once. They may be started from any thread; ranks must agree on the order.
+/// All four collectives return at once. They may be started from any thread; ranks must agree on the order.
 pub trait Communicator: Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;
@@ -61,7 +67,7 @@ pub trait Communicator: Send + Sync {
     /// How many ranks the group has.
     fn size(&self) -> usize;
 
-    /// The engine: `"local"` or `"mpi"`.
+    /// The engine, such as `"local"` or `"mpi"`.
     fn name(&self) -> &'static str;
 
     /// Starts a variable-length allgather: every rank receives every rank's bytes, its own included.
@@ -70,6 +76,15 @@ pub trait Communicator: Send + Sync {
     /// Starts a dense sum over the ranks, element by element, in rank order. All ranks must give equally many values.
     fn allreduce(&self, tag: Tag, values: Vec<f32>) -> Pending<Vec<f32>>;
 
+    /// Starts an all-to-all of variable lengths: message i goes to rank i, and every rank receives one from each, its own
+    /// included. Another number of messages than ranks is a [`CommError::Engine`]; the collective is not started then.
+    fn alltoall(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered>;
+
     /// Starts a barrier: it is done when every rank has started it.
     fn barrier(&self, tag: Tag) -> Pending<()>;
+
+    /// This rank cannot go on. Every rank that waits for a collective that this rank has not started, of any kind, learns
+    /// the reason as [`CommError::GaveUp`]; what it had started still finishes. Later calls of this rank fail. Returns at
+    /// once; only the first reason counts.
+    fn give_up(&self, reason: &str);
 }

@@ -11,13 +11,16 @@ use std::time::{Duration, Instant};
 /// Values summed under one claim: long enough to be worth a lock, short enough to share a layer among ranks.
 const SEGMENT: usize = 1 << 16;
 
+/// How long before its own deadline, at most, a rank does not follow another's.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// Makes a group of `size` ranks, in rank order. Give each to a thread of its own.
 pub fn group(size: usize) -> Vec<Local> {
     let state = State {
         rounds: VecDeque::new(),
         first: 0,
         started: vec![0; size],
-        left: vec![false; size],
+        gone: vec![None; size],
         broken: vec![None; size],
     };
     let group = Arc::new(Group { size, state: Mutex::new(state), changed: Condvar::new() });
@@ -46,7 +49,7 @@ impl Communicator for Local {
 
     fn allgather(&self, tag: Tag, message: Vec<u8>) -> Pending<Gathered> {
         let call = Call { kind: Kind::Allgather, tag, length: message.len() as u64 };
-        self.start(call, Part { message: Arc::new(message), ..Part::default() }, Outcome::gathered)
+        self.start(call, Part { messages: vec![Arc::new(message)], ..Part::default() }, Outcome::gathered)
     }
 
     fn allreduce(&self, tag: Tag, values: Vec<f32>) -> Pending<Vec<f32>> {
@@ -54,8 +57,23 @@ impl Communicator for Local {
         self.start(call, Part { values: Arc::new(values), ..Part::default() }, Outcome::summed)
     }
 
+    fn alltoall(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered> {
+        if messages.len() != self.size() {
+            return Pending::ready(Err(CommError::miscounted("local", messages.len(), self.size())));
+        }
+        let length = messages.iter().map(|message| message.len() as u64).sum();
+        let messages = messages.into_iter().map(Arc::new).collect();
+        let call = Call { kind: Kind::Alltoall, tag, length };
+        self.start(call, Part { messages, ..Part::default() }, Outcome::gathered)
+    }
+
     fn barrier(&self, tag: Tag) -> Pending<()> {
         self.start(Call { kind: Kind::Barrier, tag, length: 0 }, Part::default(), |_| ())
+    }
+
+    fn give_up(&self, reason: &str) {
+        self.group.lock().give_up(self.rank, reason);
+        self.group.changed.notify_all();
     }
 }
 
@@ -77,7 +95,7 @@ impl Local {
 
 impl Drop for Local {
     fn drop(&mut self) {
-        self.group.lock().left[self.rank] = true;
+        self.group.lock().leave(self.rank);
         self.group.changed.notify_all();
     }
 }
@@ -103,7 +121,8 @@ struct State {
     first: u64,
     /// Per rank: how many rounds it has started.
     started: Vec<u64>,
-    left: Vec<bool>,
+    /// Per rank: the round from which on it takes no part, if it has left, given up or reached a deadline.
+    gone: Vec<Option<u64>>,
     /// Per rank: the round from which on everything fails, and why.
     broken: Vec<Option<(u64, CommError)>>,
 }
@@ -112,7 +131,7 @@ impl State {
     /// Puts a rank's part into its next round and gives the number of that round.
     fn enter(&mut self, rank: usize, call: Call, part: Part) -> Result<u64, CommError> {
         if let Some((_, cause)) = &self.broken[rank] {
-            return Err(cause.clone());
+            return Err(cause.clone().at(call.tag));
         }
         let number = self.started[rank];
         let index = (number - self.first) as usize;
@@ -142,25 +161,56 @@ impl State {
         }
     }
 
-    /// Why a rank's part in a round cannot succeed any more, if so.
-    fn failure(&mut self, number: u64, rank: usize, tag: Tag) -> Option<CommError> {
+    /// This rank takes no part from its next round on.
+    fn leave(&mut self, rank: usize) {
+        let started = self.started[rank];
+        self.gone[rank].get_or_insert(started);
+    }
+
+    fn give_up(&mut self, rank: usize, reason: &str) {
+        // Who asks gets the tag of what it asks for.
+        let tag = Tag { step: 0, op: 0 };
+        let cause = CommError::GaveUp { rank, tag, reason: reason.to_string(), blames: Vec::new() };
+        self.breaks(rank, self.started[rank], cause);
+        self.leave(rank);
+    }
+
+    /// Everything of this rank fails from this round on. Only the first cause counts.
+    fn breaks(&mut self, rank: usize, number: u64, cause: CommError) {
+        let (since, _) = self.broken[rank].get_or_insert((number, cause));
+        *since = number.min(*since);
+    }
+
+    /// Why a rank's part in a round cannot succeed any more, if so. Who is patient does not follow ranks that have reached a
+    /// deadline.
+    fn failure(&mut self, number: u64, rank: usize, tag: Tag, patient: bool) -> Option<CommError> {
         if !self.round(number).complete() {
-            let gone = |&other: &usize| self.left[other] && self.started[other] <= number;
-            if let Some(other) = (0..self.left.len()).find(gone) {
+            let expired = |other: usize| matches!(self.broken[other], Some((_, CommError::Deadline { .. })));
+            let absent = |&other: &usize| {
+                self.gone[other].is_some_and(|since| since <= number) && !(patient && expired(other))
+            };
+            if let Some(other) = (0..self.gone.len()).find(absent) {
                 let cause = match &self.broken[other] {
                     None => CommError::Left { rank: other, tag },
-                    Some((_, cause)) => {
-                        let (rank, reason) = cause.origin(other);
-                        CommError::GaveUp { rank, tag, reason }
-                    }
+                    Some((_, cause)) => cause.followed(other, tag),
                 };
-                self.broken[rank].get_or_insert((number, cause));
+                self.breaks(rank, number, cause);
             }
         }
         match &self.broken[rank] {
-            Some((since, cause)) if *since <= number => Some(cause.clone()),
+            Some((since, cause)) if *since <= number => Some(cause.clone().at(tag)),
             _ => None,
         }
+    }
+
+    /// The time is up: all who wait for this round should know.
+    fn expire(&mut self, number: u64, rank: usize, tag: Tag, waited: Duration) -> CommError {
+        let missing = self.round(number).missing();
+        let cause = CommError::Deadline { tag, waited, missing };
+        self.breaks(rank, number, cause.clone());
+        let since = self.gone[rank].get_or_insert(number);
+        *since = number.min(*since);
+        cause
     }
 
     fn round(&mut self, number: u64) -> &mut Round {
@@ -177,10 +227,10 @@ impl State {
     }
 }
 
-/// What one rank brings: a message or values, the other stays empty.
+/// What one rank brings: one message for all, one for each rank, or values.
 #[derive(Debug, Default, Clone)]
 struct Part {
-    message: Arc<Vec<u8>>,
+    messages: Vec<Arc<Vec<u8>>>,
     values: Arc<Vec<f32>>,
 }
 
@@ -232,7 +282,13 @@ impl Round {
 
     /// Takes what one rank needs to make its result outside the lock.
     fn outcome(&mut self, rank: usize) -> Outcome {
-        let messages = self.parts.iter().flatten().map(|part| Arc::clone(&part.message)).collect();
+        let own_message = |part: &mut Part| match part.messages.as_mut_slice() {
+            [] => Arc::default(),
+            [shared] => Arc::clone(shared),
+            // Nobody else wants it, and its buffer is free once this rank is done with it.
+            each => std::mem::take(&mut each[rank]),
+        };
+        let messages = self.parts.iter_mut().flatten().map(own_message).collect();
         let own = self.parts[rank].as_mut().map(|part| std::mem::take(&mut part.values)).unwrap_or_default();
         Outcome { messages, own, sums: self.sums.clone() }
     }
@@ -293,7 +349,10 @@ impl<T> Meeting<T> {
     fn step(&self, until: Option<Instant>, deadline: Duration) -> Option<Result<Outcome, CommError>> {
         let mut state = self.group.lock();
         loop {
-            if let Some(cause) = state.failure(self.number, self.rank, self.call.tag) {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            // Just before its own deadline a rank comes to its own verdict: equal deadlines never end at once.
+            let patient = left.is_some_and(|left| left < PATIENCE.min(deadline / 4));
+            if let Some(cause) = state.failure(self.number, self.rank, self.call.tag, patient) {
                 return Some(Err(cause));
             }
             let round = state.round(self.number);
@@ -304,12 +363,10 @@ impl<T> Meeting<T> {
                 return None;
             }
             // Once all ranks are here only adding is left, by threads that are at it: no deadline for that.
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             state = match left {
                 Some(Duration::ZERO) if !round.complete() => {
-                    let missing = round.missing();
-                    let cause = CommError::Deadline { tag: self.call.tag, waited: deadline, missing };
-                    state.broken[self.rank].get_or_insert((self.number, cause.clone()));
+                    let cause = state.expire(self.number, self.rank, self.call.tag, deadline);
+                    self.group.changed.notify_all();
                     return Some(Err(cause));
                 }
                 Some(left) if !round.complete() => {
@@ -325,7 +382,7 @@ impl<T> Meeting<T> {
 impl<T: Send> Operation<T> for Meeting<T> {
     fn poll(&mut self) -> bool {
         // Ranks that only ever poll must get their sum too, so polling does a share of it.
-        let failed = self.group.lock().failure(self.number, self.rank, self.call.tag).is_some();
+        let failed = self.group.lock().failure(self.number, self.rank, self.call.tag, false).is_some();
         if !failed {
             self.help();
         }

@@ -28,11 +28,17 @@ mod exchange;
 #[cfg(feature = "mpi")]
 mod library;
 #[cfg(feature = "mpi")]
+mod notes;
+#[cfg(feature = "mpi")]
+mod pace;
+#[cfg(feature = "mpi")]
 mod reduce;
 #[cfg(feature = "mpi")]
-mod slot;
-#[cfg(feature = "mpi")]
 mod thread;
+#[cfg(feature = "mpi")]
+mod ticket;
+#[cfg(feature = "mpi")]
+mod verdict;
 #[cfg(feature = "mpi")]
 mod world;
 

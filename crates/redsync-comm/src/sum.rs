@@ -5,7 +5,18 @@
 const BLOCK: usize = 2048;
 
 /// Replaces `out` by the sum of `parts`, added in the order given. `None` stands for `out` itself.
-pub(crate) fn in_order(out: &mut [f32], parts: &[Option<&[f32]>]) {
+///
+/// An engine adds with this, one part per rank in rank order, whole vectors or segments, and has the bits of every other.
+///
+/// ```
+/// let mut own = vec![1.0, 2.0];
+/// redsync_comm::sum::in_order(&mut own, &[Some(&[10.0, 20.0]), None, Some(&[0.5, 0.5])]);
+/// assert_eq!(own, [11.5, 22.5]);
+/// ```
+///
+/// # Panics
+/// When a part is shorter than `out`.
+pub fn in_order(out: &mut [f32], parts: &[Option<&[f32]>]) {
     let mut sum = [0.0; BLOCK];
     for (block, start) in out.chunks_mut(BLOCK).zip((0..).step_by(BLOCK)) {
         let sum = &mut sum[..block.len()];

@@ -1,8 +1,6 @@
 //! The conformance suite on threads, with 1 to 8 ranks, and what only this engine promises.
 
-mod conformance;
-
-use conformance::Seat;
+use redsync_comm::conformance::{BREAKING, HEALTHY, Seat};
 use redsync_comm::{CommError, Communicator, Tag, local, mpi};
 use std::sync::Barrier;
 use std::time::Duration;
@@ -16,31 +14,34 @@ fn on_all_ranks(size: usize, case: impl Fn(Box<dyn Communicator>) + Sync) {
     });
 }
 
-macro_rules! test_healthy {
-    ($($name:ident)*) => {$(
-        #[test]
-        fn $name() {
-            (1..=8).for_each(|size| on_all_ranks(size, |comm| conformance::$name(&*comm)));
+/// All cases at once, each on a thread with its name, which is what a failure shows.
+fn run<C: Copy + Send>(cases: &[(&str, C)], run: impl Fn(C) + Sync) {
+    std::thread::scope(|scope| {
+        for &(name, case) in cases {
+            let run = &run;
+            let thread = std::thread::Builder::new().name(name.to_string());
+            thread.spawn_scoped(scope, move || run(case)).unwrap();
         }
-    )*};
+    });
 }
-healthy!(test_healthy);
 
-macro_rules! test_breaking {
-    ($($name:ident)*) => {$(
-        #[test]
-        fn $name() {
-            for size in [2, 3, 8] {
-                let barrier = Barrier::new(size);
-                let meet = || {
-                    barrier.wait();
-                };
-                on_all_ranks(size, |comm| conformance::$name(Seat { comm, meet: &meet }));
-            }
-        }
-    )*};
+#[test]
+fn the_healthy_cases_hold_on_1_to_8_ranks() {
+    run(HEALTHY, |case| (1..=8).for_each(|size| on_all_ranks(size, |comm| case(&*comm))));
 }
-breaking!(test_breaking);
+
+#[test]
+fn the_breaking_cases_hold_on_2_3_and_8_ranks() {
+    run(BREAKING, |case| {
+        for size in [2, 3, 8] {
+            let barrier = Barrier::new(size);
+            let meet = || {
+                barrier.wait();
+            };
+            on_all_ranks(size, |comm| case(Seat { comm, meet: &meet }));
+        }
+    });
+}
 
 const TAG: Tag = Tag { step: 1, op: 2 };
 

@@ -4,9 +4,7 @@
 //! `REDSYNC_MPIRUN` names another launcher and its options, for example `mpirun.mpich`.
 #![allow(clippy::unwrap_used)]
 
-mod conformance;
-
-use conformance::Seat;
+use redsync_comm::conformance::{BREAKING, HEALTHY, LONG, Seat};
 use redsync_comm::{Communicator, mpi};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -17,19 +15,6 @@ const OPENMPI: &str = "mpirun.openmpi --allow-run-as-root --oversubscribe --mca 
 
 /// Where the ranks of a job leave their verdicts: set in those, unset in the process that starts the jobs.
 const VERDICTS: &str = "REDSYNC_TEST_VERDICTS";
-
-type Healthy = fn(&dyn Communicator);
-type Breaking = fn(Seat);
-
-macro_rules! healthy_table {
-    ($($name:ident)*) => { &[$((stringify!($name), conformance::$name)),*] };
-}
-const HEALTHY: &[(&str, Healthy)] = healthy!(healthy_table);
-
-macro_rules! breaking_table {
-    ($($name:ident)*) => { &[$((stringify!($name), conformance::$name)),*] };
-}
-const BREAKING: &[(&str, Breaking)] = breaking!(breaking_table);
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -126,7 +111,7 @@ fn rank(verdicts: &Path, arguments: &[String]) -> ExitCode {
 fn wait_for(size: usize, verdicts: &Path, kind: &str) {
     let begin = Instant::now();
     let all_there = || (0..size).all(|rank| verdicts.join(format!("{kind}{rank}")).exists());
-    while !all_there() && begin.elapsed() < conformance::LONG {
+    while !all_there() && begin.elapsed() < LONG {
         std::thread::sleep(Duration::from_millis(2));
     }
 }

@@ -2,7 +2,7 @@
 //! What must hold: an input that is refused is not accumulated and nothing of it is sent.
 
 use crate::density::Density;
-use crate::error::{Bad, ConfigError, LayerError};
+use crate::error::{Bad, ConfigError, LayerError, Unfit};
 use crate::gradient::Gradient;
 use crate::phase::Phase;
 use crate::quantize::{Values, asq, round};
@@ -10,7 +10,7 @@ use crate::residual::{Momentum, Residual};
 use crate::select::{Memory, Selector};
 use crate::sparse::Sparse;
 use crate::wire::{FrameWriter, IndexCode};
-use crate::workspace::Workspace;
+use crate::workspace::{View, Workspace};
 
 /// What can be chosen for a layer.
 ///
@@ -94,6 +94,8 @@ pub struct Compressor {
     residual: Residual,
     memory: Memory,
     memory_before: Memory,
+    /// Counts what changed v: candidates that were found in an earlier one are void.
+    changes: u64,
 }
 
 impl Compressor {
@@ -109,6 +111,7 @@ impl Compressor {
             residual: residual(n),
             memory,
             memory_before: memory,
+            changes: 0,
         })
     }
 
@@ -132,19 +135,23 @@ impl Compressor {
         &self.residual
     }
 
-    /// u and v, to be restored.
-    pub fn residual_mut(&mut self) -> &mut Residual {
-        &mut self.residual
-    }
-
     /// What the selector remembers; with u and v it is the whole state of the layer.
     pub fn memory(&self) -> Memory {
         self.memory
     }
 
-    /// Replaces what the selector remembers, as read from a checkpoint.
-    pub fn set_memory(&mut self, memory: Memory) {
-        self.memory = memory;
+    /// Replaces the whole state of the layer, as read from a checkpoint; after an error nothing has changed.
+    pub fn restore(&mut self, u: &[f32], v: &[f32], memory: Memory) -> Result<(), Unfit> {
+        self.residual.restore(u, v)?;
+        (self.memory, self.changes) = (memory, self.changes + 1);
+        Ok(())
+    }
+
+    /// Takes over from dense training; see [`Residual::adopt_momentum`].
+    pub fn adopt_momentum(&mut self, buffer: &[f32], ranks: usize) -> Result<(), Unfit> {
+        self.residual.adopt_momentum(buffer, ranks)?;
+        self.changes += 1;
+        Ok(())
     }
 
     /// Changes the density, for a warm-up; u and v stay.
@@ -152,14 +159,16 @@ impl Compressor {
         self.config.density = density;
     }
 
-    /// Changes the coefficient of the momentum between steps; its form, plain or Nesterov, stays. Returns false, and changes
-    /// nothing, if the form is another or the coefficient is not at least 0 and below 1.
-    pub fn set_momentum(&mut self, momentum: Momentum) -> bool {
-        let done = (0.0..1.0).contains(&momentum.coefficient()) && self.residual.set_momentum(momentum);
-        if done {
-            self.config.momentum = momentum;
+    /// Changes the coefficient of the momentum between steps; its form, plain or Nesterov, stays. After an error nothing has
+    /// changed.
+    pub fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {
+        let coefficient = momentum.coefficient();
+        if !(0.0..1.0).contains(&coefficient) {
+            return Err(Unfit::Coefficient(coefficient));
         }
-        done
+        self.residual.set_momentum(momentum)?;
+        self.config.momentum = momentum;
+        Ok(())
     }
 
     /// The signs that compete at a step.
@@ -177,57 +186,78 @@ impl Compressor {
         workspace: &mut Workspace,
         frame: &mut FrameWriter,
     ) -> Result<usize, LayerError> {
-        self.select(step, gradient, scale, workspace)?;
+        self.accumulate(step, gradient, scale, workspace)?;
+        self.select(step, workspace);
         let message = std::mem::take(&mut workspace.message);
         self.encode(&message, frame);
         workspace.message = message;
         Ok(workspace.message.len())
     }
 
-    /// The first half of [`Compressor::compress`]: everything up to the sparse vector, which stays in the workspace as
-    /// [`Workspace::message`].
-    pub fn select(
+    /// Accumulates `scale` times the gradient, once or several times before a selection, and finds in the same pass what the
+    /// selection of this step will want to know; that stays in the workspace.
+    ///
+    /// ```
+    /// use redsync_core::{Compressor, Config, Gradient, Workspace};
+    /// let mut layer = Compressor::new(0, "weight", 3, Config::default())?;
+    /// let mut workspace = Workspace::new(1);
+    /// layer.accumulate(0, Gradient::F32(&[1.0, 0.0, 2.0]), 1.0, &mut workspace)?;
+    /// layer.accumulate(0, Gradient::F32(&[3.0, 0.0, 1.0]), 1.0, &mut workspace)?;
+    /// layer.select(0, &mut workspace);
+    /// assert_eq!(workspace.message().iter().collect::<Vec<_>>(), [(0, 4.0)]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn accumulate(
         &mut self,
         step: u64,
         gradient: Gradient<'_>,
         scale: f32,
         workspace: &mut Workspace,
     ) -> Result<(), LayerError> {
-        let Config { selector, values, masking, density, .. } = self.config;
         let refuse = |why| LayerError { layer: self.name.clone(), step, why };
         if !scale.is_finite() {
             return Err(refuse(Bad::Scale(scale)));
         }
-        let (phase, k) = (self.phase(step), density.k(self.n as usize));
-        let wanted = selector.wants(&self.memory, phase, k);
+        let (phase, k) = (self.phase(step), self.config.density.k(self.n as usize));
+        let wanted = self.config.selector.wants(&self.memory, phase, k);
+        workspace.found_in = None;
         self.residual.accumulate(gradient, scale, phase, wanted, workspace).map_err(refuse)?;
-        self.memory_before = self.memory;
-        selector.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
-        self.take_out(values, masking, phase, workspace);
+        (self.memory_before, self.changes) = (self.memory, self.changes + 1);
+        workspace.found_in = Some(self.view(phase));
         Ok(())
     }
 
-    /// Adds an empty message in the place of a gradient that does not exist at this step; u and v stay as they are.
-    ///
-    /// ```
-    /// use redsync_core::{Compressor, Config, FrameWriter, Sparse, Values, Workspace, wire::Frame};
-    /// let config = Config { values: Values::Asq, ..Config::default() };
-    /// let layer = Compressor::new(0, "unused", 4, config)?;
-    /// let (mut workspace, mut frame, mut received) = (Workspace::new(1), FrameWriter::new(), Sparse::new());
-    /// frame.begin(0, 0);
-    /// layer.skip(0, &mut workspace, &mut frame);
-    /// for message in Frame::parse(frame.finish())?.messages() {
-    ///     message?.decode(0, 4, layer.phase(0), &mut received)?;
-    /// }
-    /// assert!(received.is_empty());
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn skip(&self, step: u64, workspace: &mut Workspace, frame: &mut FrameWriter) {
-        workspace.message.clear(self.n, self.phase(step));
-        self.encode(&workspace.message, frame);
+    /// Chooses what to send of what was accumulated, and takes it out of the residual: a sparse vector, which stays in the
+    /// workspace as [`Workspace::message`]. If the workspace served another layer since, or v changed, all of v is looked
+    /// through.
+    pub fn select(&mut self, step: u64, workspace: &mut Workspace) {
+        let Config { selector, values, masking, density, .. } = self.config;
+        let (phase, k) = (self.phase(step), density.k(self.n as usize));
+        if workspace.found_in.take() == Some(self.view(phase)) {
+            selector.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
+        } else {
+            Selector::Exact.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
+        }
+        self.take_out(values, masking, phase, workspace);
     }
 
-    /// The second half of [`Compressor::compress`]: adds a sparse vector of this layer to a frame.
+    /// What candidates are candidates of: this v, as it is, seen in a phase.
+    fn view(&self, phase: Phase) -> View {
+        View { v: self.residual.v().as_ptr().addr(), changes: self.changes, phase }
+    }
+
+    /// Gives elements that were taken out but not used back to the residual.
+    pub fn give_back(&mut self, elements: &Sparse) -> Result<(), Unfit> {
+        let (expected, got) = (self.n as usize, elements.dense_len());
+        if got != expected {
+            return Err(Unfit::Length { what: "what is given back", expected, got });
+        }
+        self.residual.give_back(elements.iter());
+        self.changes += 1;
+        Ok(())
+    }
+
+    /// The last part of [`Compressor::compress`]: adds a sparse vector of this layer to a frame.
     pub fn encode(&self, message: &Sparse, frame: &mut FrameWriter) {
         frame.push(self.layer, message, self.config.indices, self.config.values);
     }
@@ -235,7 +265,7 @@ impl Compressor {
     /// Turns the chosen keys into the message and leaves in the residual what is not sent.
     fn take_out(&mut self, values: Values, masking: bool, phase: Phase, workspace: &mut Workspace) {
         let Workspace { keys, message, .. } = workspace;
-        message.clear(self.n, phase);
+        message.reset(self.n, phase);
         message.indices.extend(keys.iter().map(|key| key.index()));
         let each = keys.iter().map(|key| (key.index(), key.value()));
         match values {
@@ -259,12 +289,10 @@ impl Compressor {
     }
 
     /// Takes the last step back, as if its gradient had never come: for a step that failed elsewhere or is to be
-    /// skipped. Returns false if there is none to take back, or without [`Config::undo`].
-    pub fn roll_back(&mut self) -> bool {
-        let done = self.residual.roll_back();
-        if done {
-            self.memory = self.memory_before;
-        }
-        done
+    /// skipped. There is one to take back only with [`Config::undo`], and only once.
+    pub fn roll_back(&mut self) -> Result<(), Unfit> {
+        self.residual.roll_back()?;
+        (self.memory, self.changes) = (self.memory_before, self.changes + 1);
+        Ok(())
     }
 }

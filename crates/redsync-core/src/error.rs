@@ -1,6 +1,7 @@
 //! What can be wrong with what a caller hands over. A refused input is not accumulated; [`crate::Config::undo`] says what
 //! that means to the last bit in a large layer.
 
+use crate::residual::Momentum;
 use thiserror::Error;
 
 /// Why a layer refused an input.
@@ -28,6 +29,9 @@ pub enum Bad {
         /// The first such element.
         index: usize,
     },
+    /// The gradient is on a device, the residual on the host.
+    #[error("the gradient is not in the memory of the host")]
+    Elsewhere,
     /// The scale of the gradient (1/N) is not a finite number.
     #[error("the gradient cannot be scaled by {0}")]
     Scale(f32),
@@ -60,4 +64,43 @@ pub enum ConfigError {
     /// Indices are 32 bits wide.
     #[error("{0} elements are too many for one layer (at most 2^32 - 1)")]
     TooLong(usize),
+}
+
+/// Why a layer's state cannot be replaced or changed; nothing has changed then.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub enum Unfit {
+    /// A vector of another length.
+    #[error("{what} has {got} elements instead of {expected}")]
+    Length {
+        /// Which vector.
+        what: &'static str,
+        /// Elements that it should have.
+        expected: usize,
+        /// Elements that it has.
+        got: usize,
+    },
+    /// A vector that holds NaN or an infinity.
+    #[error("{what} is {value} at element {index}")]
+    NotFinite {
+        /// Which vector.
+        what: &'static str,
+        /// The first such element.
+        index: usize,
+        /// Its value.
+        value: f32,
+    },
+    /// A momentum that is not a number from 0 to below 1.
+    #[error("momentum {0} is not at least 0 and below 1")]
+    Coefficient(f32),
+    /// Momentum keeps its form.
+    #[error("momentum cannot change from {from} to {to}")]
+    Form {
+        /// What the layer has.
+        from: Momentum,
+        /// What it should have.
+        to: Momentum,
+    },
+    /// No step was accumulated since the last one was taken back, or none can be.
+    #[error("there is no step that could be taken back")]
+    NoStep,
 }

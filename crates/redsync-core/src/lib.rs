@@ -52,7 +52,7 @@ mod workspace;
 
 pub use compressor::{Compressor, Config};
 pub use density::Density;
-pub use error::{Bad, ConfigError, LayerError};
+pub use error::{Bad, ConfigError, LayerError, Unfit};
 pub use field::Field;
 pub use gradient::Gradient;
 pub use half::{bf16, f16};

@@ -9,7 +9,7 @@
 //! overwrites: then a layer of any size is exactly what it was, and the last step can be taken back.
 
 use crate::candidates::{Candidates, Split};
-use crate::error::Bad;
+use crate::error::{Bad, Unfit};
 use crate::field::Field;
 use crate::gradient::Gradient;
 use crate::kernel::{self, CHUNK, Plan, Rule, Slices};
@@ -41,11 +41,29 @@ impl Momentum {
         }
     }
 
+    /// Its form without the coefficient.
+    pub fn form(self) -> &'static str {
+        match self {
+            Momentum::None => "no momentum",
+            Momentum::Plain(_) => "plain momentum",
+            Momentum::Nesterov(_) => "Nesterov momentum",
+        }
+    }
+
     fn rule(self) -> Rule {
         match self {
             Momentum::None => Rule::Plain,
             Momentum::Plain(m) => Rule::Momentum(m),
             Momentum::Nesterov(m) => Rule::Nesterov(m),
+        }
+    }
+}
+
+impl std::fmt::Display for Momentum {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Momentum::None => f.write_str(self.form()),
+            Momentum::Plain(m) | Momentum::Nesterov(m) => write!(f, "{} {m}", self.form()),
         }
     }
 }
@@ -98,26 +116,20 @@ impl Residual {
         &self.u
     }
 
-    /// Replaces u and v, as read from a checkpoint. Returns false, and changes nothing, if a length is wrong or a value
-    /// is not finite.
-    pub fn restore(&mut self, u: &[f32], v: &[f32]) -> bool {
-        let fits = u.len() == self.u.len() && v.len() == self.v.len();
-        if !fits || !u.iter().chain(v).all(|x| x.is_finite()) {
-            return false;
-        }
+    /// Replaces u and v, as read from a checkpoint.
+    pub fn restore(&mut self, u: &[f32], v: &[f32]) -> Result<(), Unfit> {
+        check("u", u, self.u.len())?;
+        check("v", v, self.v.len())?;
         self.u.copy_from_slice(u);
         self.v.copy_from_slice(v);
         self.forget_before();
-        true
+        Ok(())
     }
 
     /// Takes over from dense training: u starts from this rank's share of the dense momentum buffer `b` (as PyTorch
     /// keeps it: b = m*b + g), v from zero, so that the sum over the ranks carries on where dense momentum stopped.
-    /// Returns false, and changes nothing, if the length is wrong or a value is not finite.
-    pub fn adopt_momentum(&mut self, b: &[f32], ranks: usize) -> bool {
-        if b.len() != self.v.len() || !b.iter().all(|x| x.is_finite()) {
-            return false;
-        }
+    pub fn adopt_momentum(&mut self, b: &[f32], ranks: usize) -> Result<(), Unfit> {
+        check("the momentum buffer", b, self.v.len())?;
         let share = match self.momentum {
             Momentum::Nesterov(m) => m / ranks as f32,
             _ => 1.0 / ranks as f32,
@@ -127,20 +139,19 @@ impl Residual {
         }
         self.v.fill(0.0);
         self.forget_before();
-        true
+        Ok(())
     }
 
     /// Changes the coefficient of the momentum, as schedules do; its form stays. u is made where there was none, and in the
-    /// Nesterov form, where it is the coefficient times the usual buffer, it is rescaled. Returns false, and changes
-    /// nothing, if the form is another than before.
-    pub fn set_momentum(&mut self, momentum: Momentum) -> bool {
+    /// Nesterov form, where it is the coefficient times the usual buffer, it is rescaled.
+    pub fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {
         let (old, new) = (self.momentum.coefficient(), momentum.coefficient());
         let other = std::mem::discriminant(&self.momentum) != std::mem::discriminant(&momentum);
         if self.momentum == momentum || (self.u.is_empty() && new == 0.0) {
-            return true;
+            return Ok(());
         }
         if !self.u.is_empty() && other {
-            return false;
+            return Err(Unfit::Form { from: self.momentum, to: momentum });
         }
         if self.u.is_empty() {
             self.u = Field::zeros(self.v.len());
@@ -153,7 +164,13 @@ impl Residual {
         }
         self.momentum = momentum;
         self.forget_before();
-        true
+        Ok(())
+    }
+
+    /// Adds elements that were removed and not used.
+    pub(crate) fn give_back(&mut self, elements: impl Iterator<Item = (u32, f32)>) {
+        elements.for_each(|(index, value)| self.v[index as usize] += value);
+        self.forget_before();
     }
 
     /// Accumulates `scale` times the gradient, and in the same pass collects in the workspace what the selection wants to
@@ -255,16 +272,23 @@ impl Residual {
         }
     }
 
-    /// Takes the last accumulated step back, with everything that was removed after it. Returns false if there is none:
-    /// one step can be taken back, once, and only with `undo`.
-    pub fn roll_back(&mut self) -> bool {
-        let Some(before) = self.before.as_mut().filter(|before| before.valid) else {
-            return false;
-        };
+    /// Takes the last accumulated step back, with everything that was removed after it: one step, once, and only with `undo`.
+    pub fn roll_back(&mut self) -> Result<(), Unfit> {
+        let before = self.before.as_mut().filter(|before| before.valid).ok_or(Unfit::NoStep)?;
         before.valid = false;
         std::mem::swap(&mut self.u, &mut before.u);
         std::mem::swap(&mut self.v, &mut before.v);
-        true
+        Ok(())
+    }
+}
+
+fn check(what: &'static str, values: &[f32], expected: usize) -> Result<(), Unfit> {
+    if values.len() != expected {
+        return Err(Unfit::Length { what, expected, got: values.len() });
+    }
+    match values.iter().position(|x| !x.is_finite()) {
+        Some(index) => Err(Unfit::NotFinite { what, index, value: values[index] }),
+        None => Ok(()),
     }
 }
 

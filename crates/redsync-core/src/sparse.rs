@@ -127,7 +127,8 @@ impl Sparse {
             .map(move |(i, index)| (*index, mean.unwrap_or_else(|| self.values[i])))
     }
 
-    pub(crate) fn clear(&mut self, n: u32, phase: Phase) {
+    /// Makes it an empty vector of `n` elements, seen in a phase; its buffers stay.
+    pub fn reset(&mut self, n: u32, phase: Phase) {
         self.indices.clear();
         self.values.clear();
         (self.n, self.mean, self.phase) = (n, None, Some(phase));

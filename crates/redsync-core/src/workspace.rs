@@ -22,6 +22,8 @@ pub(crate) const PARALLEL_FROM: usize = 1 << 19;
 pub struct Workspace {
     pub(crate) level: Level,
     parts: Vec<Candidates>,
+    /// Of what the candidates in `parts` are, if they are of anything.
+    pub(crate) found_in: Option<View>,
     /// The chosen keys, in index order, once a selector has finished.
     pub(crate) keys: Vec<Key>,
     pub(crate) scratch: Vec<Key>,
@@ -30,6 +32,17 @@ pub struct Workspace {
     pub(crate) copies: Vec<f32>,
     /// One place per thread and message, for `apply`.
     pub(crate) cursors: Vec<usize>,
+}
+
+/// A residual as it was when it was passed over.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct View {
+    /// Where it is.
+    pub v: usize,
+    /// How often it had changed.
+    pub changes: u64,
+    /// Which signs were looked at.
+    pub phase: Phase,
 }
 
 impl Workspace {
@@ -48,6 +61,7 @@ impl Workspace {
         Workspace {
             level,
             parts,
+            found_in: None,
             keys: Vec::new(),
             scratch: Vec::new(),
             message: Sparse::new(),

@@ -7,7 +7,7 @@ use common::{density, send};
 use proptest::prelude::*;
 use redsync_core::{
     Bad, Compressor, Config, ConfigError, FrameWriter, Gradient, LayerError, Memory, Momentum, Remembered,
-    Sparse, Workspace, apply,
+    Sparse, Unfit, Workspace, apply,
 };
 
 fn state(layer: &Compressor) -> (Vec<u32>, Vec<u32>, Memory) {
@@ -64,7 +64,8 @@ fn a_large_layer_is_restored() {
             let (u, v) = (layer.residual().u().to_vec(), layer.residual().v().to_vec());
             let mut g: Vec<f32> = (0..n).map(|i| (i % 113) as f32 * 1e-2).collect();
             g[n - 5] = f32::NAN;
-            let error = layer.select(9, Gradient::F32(&g), 0.25, &mut Workspace::new(threads)).unwrap_err();
+            let error =
+                layer.accumulate(9, Gradient::F32(&g), 0.25, &mut Workspace::new(threads)).unwrap_err();
             assert!(matches!(error.why, Bad::NotFinite { index, .. } if index == n - 5), "{error}");
             if undo {
                 assert_eq!(state(&layer), before);
@@ -76,8 +77,8 @@ fn a_large_layer_is_restored() {
                     .all(|(i, (a, b))| (a - b).abs() < 1e-5 || (i == n - 5 && *a == 0.0))
             };
             assert!(near(layer.residual().v(), &v) && near(layer.residual().u(), &u), "{momentum:?}");
-            assert!(!layer.roll_back());
-            layer.select(9, Gradient::F32(&v), 0.25, &mut Workspace::new(threads)).unwrap();
+            assert_eq!(layer.roll_back(), Err(Unfit::NoStep));
+            layer.accumulate(9, Gradient::F32(&v), 0.25, &mut Workspace::new(threads)).unwrap();
         }
     }
 }
@@ -89,7 +90,7 @@ fn an_overflowing_sum_is_an_error_too() {
     let mut workspace = Workspace::new(1);
     send(&mut layer, 0, &[f32::MAX, f32::MAX, f32::MAX], 1.0, &mut workspace);
     let before = state(&layer);
-    let error = layer.select(1, Gradient::F32(&[0.0, 1.0, f32::MAX]), 1.0, &mut workspace).unwrap_err();
+    let error = layer.accumulate(1, Gradient::F32(&[0.0, 1.0, f32::MAX]), 1.0, &mut workspace).unwrap_err();
     assert_eq!(error, LayerError { layer: "l".into(), step: 1, why: Bad::Overflow { index: 2 } });
     assert_eq!(state(&layer), before);
 }
@@ -102,10 +103,10 @@ fn a_small_layer_survives_an_overflow_or_huge_values_exactly() {
         let before = state(&layer);
         let mut g = vec![1e30f32; 1000];
         g[7] = f32::INFINITY;
-        assert!(layer.select(5, Gradient::F32(&g), 1.0, &mut Workspace::new(1)).is_err());
+        assert!(layer.accumulate(5, Gradient::F32(&g), 1.0, &mut Workspace::new(1)).is_err());
         assert_eq!(state(&layer), before);
         let most = vec![f32::MAX; 1000];
-        let overflow = layer.select(5, Gradient::F32(&most), 4.0, &mut Workspace::new(1)).unwrap_err();
+        let overflow = layer.accumulate(5, Gradient::F32(&most), 4.0, &mut Workspace::new(1)).unwrap_err();
         assert!(matches!(overflow.why, Bad::Overflow { .. }), "{overflow}");
         assert_eq!(state(&layer), before);
     }
@@ -119,7 +120,7 @@ fn a_large_layer_without_momentum_in_effect_keeps_its_residual() {
     let v = layer.residual().v().to_vec();
     let mut g = vec![0.1f32; n];
     g[3] = f32::NAN;
-    assert!(layer.select(5, Gradient::F32(&g), 1.0, &mut Workspace::new(1)).is_err());
+    assert!(layer.accumulate(5, Gradient::F32(&g), 1.0, &mut Workspace::new(1)).is_err());
     let kept = layer.residual().v().iter().zip(&v).filter(|(a, b)| (*a - *b).abs() < 1e-5).count();
     assert!(kept >= n - 1, "{kept} of {n}");
 }
@@ -129,7 +130,9 @@ fn a_carried_threshold_stays_finite() {
     let config = Config { density: density(0.01), ..Config::default() };
     let mut layer = Compressor::new(0, "l", 1000, config).unwrap();
     for step in 0..3 {
-        layer.select(step, Gradient::F32(&[1e38; 1000]), 1.0, &mut Workspace::new(1)).unwrap();
+        let mut workspace = Workspace::new(1);
+        layer.accumulate(step, Gradient::F32(&[1e38; 1000]), 1.0, &mut workspace).unwrap();
+        layer.select(step, &mut workspace);
         assert!(Memory::from_phases(layer.memory().phases()).is_some(), "{:?}", layer.memory());
     }
 }
@@ -139,13 +142,13 @@ fn wrong_lengths_scales_and_targets_are_refused() {
     let mut layer = layer(10, Momentum::None, false);
     let before = state(&layer);
     let mut workspace = Workspace::new(1);
-    let error = layer.select(1, Gradient::F32(&[1.0; 9]), 1.0, &mut workspace).unwrap_err();
+    let error = layer.accumulate(1, Gradient::F32(&[1.0; 9]), 1.0, &mut workspace).unwrap_err();
     assert_eq!(
         error.to_string(),
         "layer conv3.weight, step 1: the gradient has 9 elements, the layer has 10"
     );
     assert!(matches!(
-        layer.select(1, Gradient::F32(&[1.0; 10]), f32::NAN, &mut workspace).unwrap_err().why,
+        layer.accumulate(1, Gradient::F32(&[1.0; 10]), f32::NAN, &mut workspace).unwrap_err().why,
         Bad::Scale(_)
     ));
     assert_eq!(state(&layer), before);
@@ -185,27 +188,35 @@ fn a_step_can_be_taken_back_exactly_once() {
             let g: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37).sin()).collect();
             let first: Vec<_> = send(&mut layer, 3, &g, 0.5, &mut workspace).iter().collect();
             let after = state(&layer);
-            assert!(layer.roll_back());
+            layer.roll_back().unwrap();
             assert_eq!(state(&layer), before);
-            assert!(!layer.roll_back());
+            assert_eq!(layer.roll_back(), Err(Unfit::NoStep));
             let again: Vec<_> = send(&mut layer, 3, &g, 0.5, &mut workspace).iter().collect();
             assert_eq!((again, state(&layer)), (first, after));
         }
     }
-    assert!(!layer(10, Momentum::None, false).roll_back());
+    assert_eq!(layer(10, Momentum::None, false).roll_back(), Err(Unfit::NoStep));
 }
 
 #[test]
 fn saved_state_is_restored_or_refused() {
     let saved = layer(50, Momentum::Plain(0.9), false);
     let mut fresh = Compressor::new(7, "conv3.weight", 50, *saved.config()).unwrap();
-    assert!(fresh.residual_mut().restore(saved.residual().u(), saved.residual().v()));
-    fresh.set_memory(Memory::from_phases(saved.memory().phases()).unwrap());
-    assert_eq!(state(&fresh), state(&saved));
     let (u, v) = (saved.residual().u(), saved.residual().v());
-    assert!(!fresh.residual_mut().restore(&u[1..], v));
-    assert!(!fresh.residual_mut().restore(u, &[f32::NAN; 50]));
-    assert!(!fresh.residual_mut().adopt_momentum(&u[1..], 2));
+    let memory = Memory::from_phases(saved.memory().phases()).unwrap();
+    fresh.restore(u, v, memory).unwrap();
+    assert_eq!(state(&fresh), state(&saved));
+    let refused = |outcome: Result<(), Unfit>| outcome.unwrap_err().to_string();
+    assert_eq!(refused(fresh.restore(&u[1..], v, memory)), "u has 49 elements instead of 50");
+    let mut poisoned = v.to_vec();
+    poisoned[3] = f32::NAN;
+    assert_eq!(refused(fresh.restore(u, &poisoned, memory)), "v is NaN at element 3");
+    assert_eq!(
+        refused(fresh.adopt_momentum(&u[1..], 2)),
+        "the momentum buffer has 49 elements instead of 50"
+    );
+    let longer = Sparse::from_parts(51, vec![50], vec![1.0]).unwrap();
+    assert_eq!(refused(fresh.give_back(&longer)), "what is given back has 51 elements instead of 50");
     assert_eq!(state(&fresh), state(&saved));
     let bad = Remembered { threshold: f32::NAN, ..Remembered::default() };
     assert!(Memory::from_phases([bad; 3]).is_none());

@@ -3,13 +3,13 @@
 
 mod common;
 
-use common::{config, elements, send, tensors, top_k};
+use common::{config, density, elements, send, tensors, top_k};
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand_distr::{Distribution, StandardNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use redsync_core::{
-    Compressor, Config, ConfigError, Density, Gradient, Level, Phase, Selector, Values, Workspace,
+    Compressor, Config, ConfigError, Density, Gradient, Level, Phase, Selector, Sparse, Values, Workspace,
 };
 
 fn normal(n: usize, seed: u64) -> Vec<f32> {
@@ -224,11 +224,52 @@ fn half_precision_gradients_enter_as_their_f32_values() {
     let bf16s: Vec<_> = values.iter().map(|x| redsync_core::bf16::from_f32(*x)).collect();
     let accumulated = |g: Gradient<'_>| {
         let mut layer = Compressor::new(0, "l", n, Config::default()).unwrap();
-        layer.select(0, g, 0.5, &mut Workspace::new(1)).unwrap();
+        layer.accumulate(0, g, 0.5, &mut Workspace::new(1)).unwrap();
+        layer.select(0, &mut Workspace::new(1));
         layer.residual().v().to_vec()
     };
     let as_f32: Vec<f32> = f16s.iter().map(|x| x.to_f32()).collect();
     assert_eq!(accumulated(Gradient::F16(&f16s)), accumulated(Gradient::F32(&as_f32)));
     let as_f32: Vec<f32> = bf16s.iter().map(|x| x.to_f32()).collect();
     assert_eq!(accumulated(Gradient::Bf16(&bf16s)), accumulated(Gradient::F32(&as_f32)));
+}
+
+/// A selection may come long after the pass that looked for it: what another layer, another workspace or elements that were
+/// given back left behind must not be taken for this layer's.
+#[test]
+fn a_selection_without_a_fresh_pass_chooses_the_same() {
+    let n = 5_000;
+    for selector in [Selector::Exact, Selector::Trimmed, Selector::Carried] {
+        let config = Config { selector, density: density(0.01), ..Config::default() };
+        let make = || Compressor::new(0, "l", n, config).unwrap();
+        let (mut fused, mut parted, mut other) = (make(), make(), make());
+        let (mut workspace, mut shared) = (Workspace::new(1), Workspace::new(1));
+        for step in 0..6 {
+            let g = normal(n, step);
+            fused.accumulate(step, Gradient::F32(&g), 1.0, &mut workspace).unwrap();
+            fused.select(step, &mut workspace);
+            parted.accumulate(step, Gradient::F32(&g), 1.0, &mut shared).unwrap();
+            other.accumulate(step, Gradient::F32(&normal(n, step + 100)), 1.0, &mut shared).unwrap();
+            parted.select(step, &mut shared);
+            assert_eq!(elements(workspace.message()), elements(shared.message()), "{selector:?} step {step}");
+            assert_eq!(fused.residual().v(), parted.residual().v());
+        }
+    }
+}
+
+#[test]
+fn what_is_given_back_competes_again() {
+    let config = Config { density: density(0.34), ..Config::default() };
+    let mut layer = Compressor::new(0, "l", 3, config).unwrap();
+    let mut workspace = Workspace::new(1);
+    layer.accumulate(0, Gradient::F32(&[5.0, -3.0, 1.0]), 1.0, &mut workspace).unwrap();
+    layer.select(0, &mut workspace);
+    assert_eq!(elements(workspace.message()), [(0, 5.0), (1, -3.0)]);
+    let mut sent = Sparse::new();
+    workspace.swap_message(&mut sent);
+    layer.give_back(&sent).unwrap();
+    assert_eq!(layer.residual().v(), [5.0, -3.0, 1.0]);
+    layer.select(1, &mut workspace);
+    assert_eq!(elements(workspace.message()), [(0, 5.0), (1, -3.0)]);
+    assert_eq!(layer.residual().v(), [0.0, 0.0, 1.0]);
 }

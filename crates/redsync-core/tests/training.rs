@@ -97,7 +97,7 @@ proptest! {
         let w: Vec<f32> = warm_up.last().map_or(w, |w| w.iter().map(|x| *x as f32).collect());
         let mut layers = ranks(steps[0].len(), w.len(), everything(momentum, false));
         for layer in &mut layers {
-            prop_assert!(layer.residual_mut().adopt_momentum(&b, steps[0].len()));
+            layer.adopt_momentum(&b, steps[0].len()).unwrap();
         }
         prop_assert!(close(&compressed(&w, &steps[at..], &mut layers), &whole[at..]));
     }
@@ -231,7 +231,7 @@ fn a_momentum_that_changes_is_that_of_dense_sgd() {
         let (mut workspace, mut w) = (Workspace::new(1), vec![1f32; 3]);
         let (mut expected, mut b) = (vec![1f64; 3], vec![0f64; 3]);
         for (step, m) in coefficients.into_iter().enumerate() {
-            assert!(layer.set_momentum(form(m)));
+            layer.set_momentum(form(m)).unwrap();
             let message = send(&mut layer, step as u64, &gradients(step), 1.0, &mut workspace);
             apply::add(&mut w, &[message], -LR, &mut workspace).unwrap();
             for (i, g) in gradients(step).map(f64::from).into_iter().enumerate() {
@@ -248,11 +248,17 @@ fn a_momentum_that_changes_is_that_of_dense_sgd() {
 fn momentum_can_begin_late_but_not_change_its_form() {
     let mut layer = Compressor::new(0, "l", 3, everything(Momentum::None, false)).unwrap();
     assert!(layer.residual().u().is_empty());
-    assert!(layer.set_momentum(Momentum::Plain(0.0)) && layer.residual().u().is_empty());
-    assert!(layer.set_momentum(Momentum::Plain(0.5)) && layer.residual().u().len() == 3);
-    assert!(layer.set_momentum(Momentum::Plain(0.0)));
-    for refused in [Momentum::Nesterov(0.5), Momentum::Plain(1.0), Momentum::Plain(f32::NAN)] {
-        assert!(!layer.set_momentum(refused), "{refused:?}");
+    layer.set_momentum(Momentum::Plain(0.0)).unwrap();
+    assert!(layer.residual().u().is_empty());
+    layer.set_momentum(Momentum::Plain(0.5)).unwrap();
+    assert_eq!(layer.residual().u().len(), 3);
+    layer.set_momentum(Momentum::Plain(0.0)).unwrap();
+    for (refused, why) in [
+        (Momentum::Nesterov(0.5), "momentum cannot change from plain momentum 0 to Nesterov momentum 0.5"),
+        (Momentum::Plain(1.0), "momentum 1 is not at least 0 and below 1"),
+        (Momentum::Plain(f32::NAN), "momentum NaN is not at least 0 and below 1"),
+    ] {
+        assert_eq!(layer.set_momentum(refused).unwrap_err().to_string(), why);
     }
     assert_eq!(layer.config().momentum, Momentum::Plain(0.0));
 }

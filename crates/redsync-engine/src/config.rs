@@ -1,4 +1,4 @@
-//! What a user chooses for a run: method, plan, density, warm-up, momentum, mode, deadline.
+//! What a user chooses for a run: method, plan, density, warm-up, momentum, clipping, deadline.
 //! What must hold: every choice that changes a message is the same on all ranks; the hello at the start checks it.
 
 use crate::cost::{Compute, Platform};
@@ -54,9 +54,22 @@ impl Method {
 #[serde(rename_all = "kebab-case")]
 pub enum Preset {
     /// Carried threshold and Rice-coded indices.
-    Auto,
-    /// As in the paper: trimmed selection for CNNs, threshold search for RNNs, indices of 32 bits.
-    Paper,
+    Carried,
+    /// As in the paper, with indices of 32 bits.
+    Paper {
+        /// Threshold search, as the paper has it for recurrent networks, instead of trimmed selection.
+        recurrent: bool,
+    },
+}
+
+impl Preset {
+    /// The name by which users choose it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Preset::Carried => "carried",
+            Preset::Paper { .. } => "paper",
+        }
+    }
 }
 
 /// A choice for one layer.
@@ -71,6 +84,39 @@ pub enum Choice {
         /// Whether one mean stands for all values.
         quantized: bool,
     },
+}
+
+impl std::fmt::Display for Choice {
+    /// `dense`, or the selector, with `+asq` if it is quantized.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Choice::Dense => f.write_str("dense"),
+            Choice::Sparse { selector, quantized } => {
+                write!(f, "{}{}", selector.name(), if *quantized { "+asq" } else { "" })
+            }
+        }
+    }
+}
+
+impl std::str::FromStr for Choice {
+    type Err = String;
+
+    /// ```
+    /// use redsync_engine::Choice;
+    /// let choice: Choice = "trimmed+asq".parse().unwrap();
+    /// assert_eq!(choice.to_string(), "trimmed+asq");
+    /// assert!("topk".parse::<Choice>().unwrap_err().starts_with("choose dense, or one of exact"));
+    /// ```
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "dense" {
+            return Ok(Choice::Dense);
+        }
+        let (name, quantized) = text.strip_suffix("+asq").map_or((text, false), |name| (name, true));
+        let names = || Selector::ALL.map(Selector::name).join(", ");
+        let selector = Selector::from_name(name)
+            .ok_or_else(|| format!("choose dense, or one of {}, with or without +asq", names()))?;
+        Ok(Choice::Sparse { selector, quantized })
+    }
 }
 
 /// The first steps of a run.
@@ -94,9 +140,27 @@ pub enum Stage {
     Sparse(f64),
 }
 
+impl std::fmt::Display for WarmUp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            WarmUp::None => f.write_str("none"),
+            WarmUp::Dense(steps) => write!(f, "{steps} dense steps"),
+            WarmUp::Ramp(steps) => write!(f, "a ramp of {steps} steps each"),
+        }
+    }
+}
+
 impl WarmUp {
     /// The densities of a ramp before the final one.
     const RAMP: [f64; 4] = [0.25, 0.0625, 0.015625, 0.004];
+
+    /// The first step at which compressed layers are sent compressed.
+    pub fn first_sparse_step(self) -> u64 {
+        match self {
+            WarmUp::Dense(steps) => steps,
+            WarmUp::None | WarmUp::Ramp(_) => 0,
+        }
+    }
 
     /// The stage of a step, given the final density.
     ///
@@ -118,19 +182,6 @@ impl WarmUp {
     }
 }
 
-/// When gradients are compressed.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// As soon as each is there: compression and exchange overlap with the backward pass.
-    Cnn,
-    /// When all are there, because they are clipped together first: compression overlaps with exchange only.
-    Rnn {
-        /// The largest norm of all gradients together; None clips nothing.
-        clip: Option<f32>,
-    },
-}
-
 /// Everything a run can choose.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -142,28 +193,30 @@ pub struct Config {
     pub layers: BTreeMap<String, Choice>,
     /// Layers of fewer bytes are dense.
     pub dense_below: usize,
-    /// What the machines and their network need. With these, the plan `auto` compresses where that is predicted to be faster,
-    /// and `dense_below` is what follows; rank 0's answer is taken by all ranks. Without, `dense_below` is the limit.
+    /// What the machines and their network need. With these, and the preset `carried`, layers are compressed where that is predicted
+    /// to be faster, and `dense_below` is what follows; rank 0's answer is taken by all ranks. Without, `dense_below` is the limit.
     pub figures: Option<Figures>,
     /// The fraction of a compressed layer that is sent at a step.
     pub density: f64,
     /// The first steps.
     pub warm_up: WarmUp,
-    /// Momentum of compressed layers; the optimizer behind applies it to dense layers only.
+    /// Momentum of compressed layers, unless a layer has its own; the optimizer behind applies it to dense layers only.
     pub momentum: Momentum,
     /// Clear the momentum of what was sent.
     pub masking: bool,
     /// Send values that are not quantized as bf16.
     pub bf16: bool,
-    /// When gradients are compressed.
-    pub mode: Mode,
+    /// The largest norm of all gradients together. They are then clipped before they are accumulated, so the first waits for the
+    /// last, and compression overlaps with exchange only. None: each is compressed as soon as it is there.
+    pub clip: Option<f32>,
+    /// The last step can be taken back, which costs a second u and v; a loss scale needs it.
+    pub undo: bool,
     /// The longest wait for other ranks.
     pub deadline: Duration,
-    /// Threads of each compressing pass.
+    /// Threads of each pass over a large layer.
     pub threads: usize,
-    /// What this rank does wrong, for fault tests.
-    #[doc(hidden)]
-    pub fault: Option<Fault>,
+    /// What else must be the same on all ranks, by name, such as the shapes of a framework's tensors.
+    pub agree: Vec<(String, String)>,
 }
 
 /// What the cost model needs to know of a run.
@@ -175,22 +228,12 @@ pub struct Figures {
     pub compute: Compute,
 }
 
-/// What a rank can be told to do wrong.
-#[doc(hidden)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// Damage its frames at a step.
-    DamageAt(u64),
-    /// Say that it speaks another version of the wire format.
-    OtherVersion,
-}
-
 impl Default for Config {
     /// rgc+asq at 0.1%, no warm-up, no momentum, 60 seconds, one thread.
     fn default() -> Self {
         Config {
             method: Method::RgcAsq,
-            preset: Preset::Auto,
+            preset: Preset::Carried,
             layers: BTreeMap::new(),
             dense_below: 128 << 10,
             figures: None,
@@ -199,10 +242,11 @@ impl Default for Config {
             momentum: Momentum::None,
             masking: true,
             bf16: false,
-            mode: Mode::Cnn,
+            clip: None,
+            undo: false,
             deadline: Duration::from_secs(60),
             threads: 1,
-            fault: None,
+            agree: Vec::new(),
         }
     }
 }

@@ -4,7 +4,8 @@ use crate::state::StateError;
 use redsync_comm::CommError;
 use redsync_core::apply::ApplyError;
 use redsync_core::wire::{FrameError, MessageError};
-use redsync_core::{ConfigError, LayerError};
+use redsync_core::{ConfigError, LayerError, Unfit};
+use std::path::PathBuf;
 use thiserror::Error;
 
 /// Why a synchronizer failed.
@@ -37,6 +38,22 @@ pub enum SyncError {
     /// A gradient was refused.
     #[error(transparent)]
     Layer(#[from] LayerError),
+    /// A gradient could not be brought to where it is compressed.
+    #[error("layer {layer}: {reason}")]
+    Source {
+        /// The layer's name.
+        layer: String,
+        /// What its framework said.
+        reason: String,
+    },
+    /// The state of a layer cannot be changed like this.
+    #[error("layer {layer}: {why}")]
+    Unfit {
+        /// The layer's name.
+        layer: String,
+        /// What is wrong.
+        why: Unfit,
+    },
     /// Another rank gave up.
     #[error("rank {rank} gave up: {reason}")]
     Peer {
@@ -44,6 +61,8 @@ pub enum SyncError {
         rank: usize,
         /// What it said.
         reason: String,
+        /// The ranks that it blames; empty if the cause is its own.
+        blames: Vec<usize>,
     },
     /// The exchange failed.
     #[error("{layers}: {source}")]
@@ -94,10 +113,42 @@ pub enum SyncError {
     /// The calls were not in order.
     #[error("{0}")]
     Order(String),
+    /// A checkpoint is not one of this run.
+    #[error("the checkpoint{}: {why}", .dir.as_ref().map_or(String::new(), |dir| format!(" in {}", dir.display())))]
+    Checkpoint {
+        /// Its directory, if it came from one.
+        dir: Option<PathBuf>,
+        /// What is different.
+        why: String,
+    },
     /// A checkpoint could not be written or read.
     #[error(transparent)]
     State(#[from] StateError),
     /// The synchronizer failed before; the text is that of the first failure.
     #[error("{0}")]
     Failed(String),
+}
+
+impl SyncError {
+    /// What a failed collective means: another rank's reason stands for itself.
+    pub(crate) fn exchange(layers: String, source: CommError) -> Self {
+        match source {
+            CommError::GaveUp { rank, reason, blames, .. } => SyncError::Peer { rank, reason, blames },
+            source => SyncError::Exchange { layers, source },
+        }
+    }
+
+    /// The ranks that are to blame, as far as they are known.
+    pub fn ranks(&self) -> Vec<usize> {
+        match self {
+            SyncError::Hello { rank, .. }
+            | SyncError::Frame { rank, .. }
+            | SyncError::Message { rank, .. }
+            | SyncError::Replicas { rank, .. } => vec![*rank],
+            SyncError::Peer { rank, blames, .. } if blames.is_empty() => vec![*rank],
+            SyncError::Peer { blames, .. } => blames.clone(),
+            SyncError::Exchange { source, .. } => source.ranks(),
+            _ => Vec::new(),
+        }
+    }
 }

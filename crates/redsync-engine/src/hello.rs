@@ -1,46 +1,70 @@
 //! The first exchange of a run: every rank says what it runs, and a difference is an error that names it.
 
-use crate::config::{Choice, Config, Fault};
+use crate::config::{Choice, Config};
 use crate::error::SyncError;
 use crate::layer::Layer;
+use crate::state::Identity;
 use redsync_comm::{Communicator, Tag};
 use serde_json::{Value, json};
 
-/// Everything that must be the same on all ranks, in the order in which differences are reported.
-pub(crate) fn fingerprint(layers: &[Layer], choices: &[Choice], config: &Config) -> Value {
-    let layers: Vec<Value> = layers
-        .iter()
-        .zip(choices)
-        .map(|(layer, choice)| json!([layer.name, layer.size, format!("{choice:?}")]))
-        .collect();
-    let wire_version = redsync_core::wire::VERSION + u16::from(config.fault == Some(Fault::OtherVersion));
-    json!([
-        ["wire format", wire_version],
-        ["redsync-engine", env!("CARGO_PKG_VERSION")],
-        ["method", config.method.name()],
-        ["preset", config.preset],
-        ["density", format!("{:?}", config.density)],
-        ["warm-up", format!("{:?}", config.warm_up)],
-        ["momentum", format!("{:?}", config.momentum)],
-        ["masking", config.masking],
-        ["bf16", config.bf16],
-        ["mode", format!("{:?}", config.mode)],
-        ["number of layers", layers.len()],
-        ["layers", layers],
-    ])
+/// What changes the results of a run, in the order in which differences are told.
+pub(crate) fn identity(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
+    [of_run(layers, config), of_layers(layers, choices)].concat()
 }
 
-/// Exchanges fingerprints, and with each what else all ranks must agree on, by name; compares them.
-pub(crate) fn exchange(
-    comm: &dyn Communicator,
-    fingerprint: &Value,
-    agree: &[(&str, Value)],
-    config: &Config,
-) -> Result<(), SyncError> {
-    let ours = json!([fingerprint, agree]);
-    for (rank, theirs) in gather(comm, &ours, config)?.iter().enumerate() {
-        compare(rank, &theirs[1], &ours[1])?;
-        compare(rank, &theirs[0], &ours[0])?;
+fn of_run(layers: &[Layer], config: &Config) -> Identity {
+    [
+        ("method", config.method.name().to_string()),
+        ("density", config.density.to_string()),
+        ("warm-up", config.warm_up.to_string()),
+        ("momentum", config.momentum.form().to_string()),
+        ("masking", config.masking.to_string()),
+        ("bf16", config.bf16.to_string()),
+        ("clip", config.clip.map_or("none".into(), |clip| clip.to_string())),
+        ("the number of layers", layers.len().to_string()),
+    ]
+    .map(|(name, value)| (name.to_string(), value))
+    .into()
+}
+
+fn of_layers(layers: &[Layer], choices: &[Choice]) -> Identity {
+    let entries = |(layer, choice): (&Layer, &Choice)| {
+        let size = (format!("the size of {}", layer.name), layer.size.to_string());
+        [size, (format!("the choice for {}", layer.name), choice.to_string())]
+    };
+    layers.iter().zip(choices).flat_map(entries).collect()
+}
+
+/// What all ranks must agree on to understand each other: versions, what the caller says, what changes results, and the exact
+/// momentum of every layer.
+pub(crate) fn agreement(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
+    let version = |name: &str, version: String| (name.to_string(), version);
+    let mut all = vec![
+        version("the wire format", redsync_core::wire::VERSION.to_string()),
+        version("redsync", env!("CARGO_PKG_VERSION").to_string()),
+    ];
+    all.extend(of_run(layers, config));
+    all.push(("preset".into(), config.preset.name().into()));
+    all.extend(config.agree.iter().cloned());
+    all.extend(layers.iter().enumerate().map(|(i, layer)| (format!("layer {i}"), layer.name.clone())));
+    all.extend(of_layers(layers, choices));
+    let momentum = |layer: &Layer| layer.momentum.unwrap_or(config.momentum).to_string();
+    all.extend(layers.iter().map(|layer| (format!("the momentum of {}", layer.name), momentum(layer))));
+    all
+}
+
+/// Exchanges entries with all ranks, and compares them.
+pub(crate) fn compare(comm: &dyn Communicator, ours: &Identity, config: &Config) -> Result<(), SyncError> {
+    for (rank, theirs) in gather(comm, &json!(ours), config)?.into_iter().enumerate() {
+        let theirs: Identity = serde_json::from_value(theirs).unwrap_or_default();
+        let find = |all: &Identity, name: &str| all.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone());
+        let none = || "nothing".to_string();
+        let differs = |name: &String| (find(&theirs, name) != find(ours, name)).then(|| name.clone());
+        if let Some(what) = ours.iter().chain(&theirs).find_map(|(name, _)| differs(name)) {
+            let (theirs, ours) = (find(&theirs, &what), find(ours, &what));
+            let (theirs, ours) = (theirs.unwrap_or_else(none), ours.unwrap_or_else(none));
+            return Err(SyncError::Hello { rank, what, theirs, ours });
+        }
     }
     Ok(())
 }
@@ -52,36 +76,7 @@ pub(crate) fn gather(
     config: &Config,
 ) -> Result<Vec<Value>, SyncError> {
     let pending = comm.allgather(Tag { step: 0, op: u32::MAX }, ours.to_string().into_bytes());
-    let failed = |source| SyncError::Exchange { layers: "the ranks' hello".into(), source };
+    let failed = |source| SyncError::exchange("the ranks' hello".into(), source);
     let all = pending.wait(config.deadline).map_err(failed)?;
     Ok(all.iter().map(|theirs| serde_json::from_slice(theirs).unwrap_or(Value::Null)).collect())
-}
-
-fn differs(rank: usize, what: &str, theirs: &Value, ours: &Value) -> SyncError {
-    let plain = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-    SyncError::Hello { rank, what: what.into(), theirs: plain(theirs), ours: plain(ours) }
-}
-
-/// The first entry that differs; for layers, the first layer.
-fn compare(rank: usize, theirs: &Value, ours: &Value) -> Result<(), SyncError> {
-    if theirs == ours {
-        return Ok(());
-    }
-    for (i, entry) in ours.as_array().into_iter().flatten().enumerate() {
-        let (name, mine, other) = (entry[0].as_str().unwrap_or(""), &entry[1], &theirs[i][1]);
-        if theirs[i][0] != entry[0] {
-            return Err(differs(rank, "what it says", theirs, ours));
-        }
-        if mine == other {
-            continue;
-        }
-        if name == "layers" {
-            let lists = mine.as_array().into_iter().flatten().zip(other.as_array().into_iter().flatten());
-            if let Some((at, (mine, other))) = lists.enumerate().find(|(_, (mine, other))| mine != other) {
-                return Err(differs(rank, &format!("layer {at}"), other, mine));
-            }
-        }
-        return Err(differs(rank, name, other, mine));
-    }
-    Err(differs(rank, "what it says", theirs, ours))
 }

@@ -1,5 +1,7 @@
 //! What the synchronizer has to know of a layer.
 
+use redsync_core::Momentum;
+
 /// What a layer's parameters are, which decides how they are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -13,7 +15,7 @@ pub enum Kind {
 }
 
 /// One parameter tensor.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Layer {
     /// Its name, the same on every rank.
     pub name: String,
@@ -21,11 +23,18 @@ pub struct Layer {
     pub size: usize,
     /// What it is.
     pub kind: Kind,
+    /// Its momentum, if that is another than the configuration's.
+    pub momentum: Option<Momentum>,
 }
 
 impl Layer {
     /// A layer of a name, size and kind.
     pub fn new(name: impl Into<String>, size: usize, kind: Kind) -> Self {
-        Layer { name: name.into(), size, kind }
+        Layer { name: name.into(), size, kind, momentum: None }
+    }
+
+    /// The same with a momentum of its own.
+    pub fn with_momentum(self, momentum: Momentum) -> Self {
+        Layer { momentum: Some(momentum), ..self }
     }
 }

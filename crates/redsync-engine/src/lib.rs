@@ -1,9 +1,9 @@
 //! The synchronizer: gradients go in as backpropagation yields them, updates come out, the same on every rank.
 //!
 //! ```text
-//! submit --> [compress thread] --> communicator --> [receive thread] --> finish --> Update
-//!             residual, select,     allgather or      decode
-//!             quantize, encode      allreduce
+//! submit --> [send] ------------> exchange ----------> [receive] --> finish --> Update
+//!             residual, select,    of a group's frame,  check, decode,
+//!             quantize, encode     or a dense sum       write to targets
 //! ```
 //!
 //! Compression and exchange proceed while backpropagation goes on; [`Synchronizer::finish`] waits for what is left.
@@ -36,11 +36,17 @@
 //! # Ok::<(), redsync_engine::SyncError>(())
 //! ```
 
+mod checkpoint;
+mod compressor;
 mod config;
 pub mod cost;
 mod error;
+mod exchange;
+pub mod file;
 mod hello;
+mod inbox;
 mod layer;
+mod layers;
 pub mod measure;
 pub mod models;
 mod names;
@@ -51,15 +57,17 @@ mod source;
 pub mod state;
 mod stats;
 mod synchronizer;
+mod target;
 
-#[doc(hidden)]
-pub use config::Fault;
-pub use config::{Choice, Config, Figures, Method, Mode, Preset, Stage, WarmUp};
+pub use compressor::{Device, Host, LayerCompressor};
+pub use config::{Choice, Config, Figures, Method, Preset, Stage, WarmUp};
 pub use error::SyncError;
+pub use inbox::Submitter;
 pub use layer::{Kind, Layer};
 pub use names::nearest;
 pub use plan::choices;
 pub use replica::replica_hash;
 pub use source::{Source, Window};
 pub use stats::{LayerStats, StepStats};
-pub use synchronizer::{Submitter, Synchronizer, Update};
+pub use synchronizer::{Finished, Synchronizer};
+pub use target::{Target, Update};

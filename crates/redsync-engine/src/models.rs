@@ -5,7 +5,7 @@
 use crate::layer::{Kind, Layer};
 
 /// A model whose layer sizes are known.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Model {
     /// Its name, one of [`NAMES`].
     pub name: &'static str,

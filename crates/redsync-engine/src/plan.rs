@@ -1,13 +1,14 @@
 //! From layers and a configuration to what happens with each layer, and in which order the ranks exchange.
 //! What must hold: the plan follows from its inputs alone, so it is the same on every rank.
 
-use crate::config::{Choice, Config, Figures, Method, Mode, Preset, Stage};
+use crate::config::{Choice, Config, Figures, Method, Preset, Stage};
 use crate::cost;
+use crate::cost::{expected_elements, message_bits, message_bytes};
 use crate::error::SyncError;
 use crate::hello;
 use crate::layer::{Kind, Layer};
 use redsync_comm::Communicator;
-use redsync_core::{Compressor, Density, IndexCode, Selector, Values};
+use redsync_core::{Density, IndexCode, Selector, Values};
 use serde_json::json;
 use std::collections::BTreeSet;
 
@@ -28,7 +29,7 @@ pub(crate) struct Group {
 /// decides nothing if it has no figures.
 pub(crate) fn agree(layers: &[Layer], config: Config, comm: &dyn Communicator) -> Result<Config, SyncError> {
     let ours = match &config.figures {
-        Some(figures) if config.preset == Preset::Auto && config.method != Method::Sgd => {
+        Some(figures) if config.preset == Preset::Carried && config.method != Method::Sgd => {
             figures.platform.check().map_err(|bad| SyncError::Layers(bad.to_string()))?;
             let Figures { platform, compute } = figures;
             Some(cost::dense_below(layers, &config, platform, comm.size(), *compute)?)
@@ -61,9 +62,7 @@ pub fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncErr
             layer.name
         )));
     }
-    if let Mode::Rnn { clip: Some(clip) } = config.mode
-        && !(clip.is_finite() && clip > 0.0)
-    {
+    if let Some(clip) = config.clip.filter(|clip| !(clip.is_finite() && *clip > 0.0)) {
         return Err(SyncError::Layers(format!("gradients cannot be clipped to the norm {clip}")));
     }
     Ok(layers.iter().map(|layer| choice(layer, config)).collect())
@@ -80,57 +79,70 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
         return Choice::Dense;
     }
     let quantized = config.method == Method::RgcAsq && layer.kind != Kind::Output;
-    let selector = match (config.method, config.preset, config.mode) {
-        (Method::RgcNaive, _, _) => Selector::Exact,
-        (_, Preset::Auto, _) => Selector::Carried,
-        (_, Preset::Paper, Mode::Cnn) => Selector::Trimmed,
-        (_, Preset::Paper, Mode::Rnn { .. }) if quantized => Selector::Threshold,
-        (_, Preset::Paper, Mode::Rnn { .. }) => Selector::Sampled,
+    let selector = match (config.method, config.preset) {
+        (Method::RgcNaive, _) => Selector::Exact,
+        (_, Preset::Carried) => Selector::Carried,
+        (_, Preset::Paper { recurrent: false }) => Selector::Trimmed,
+        (_, Preset::Paper { recurrent: true }) if quantized => Selector::Threshold,
+        (_, Preset::Paper { recurrent: true }) => Selector::Sampled,
     };
     Choice::Sparse { selector, quantized }
 }
 
-/// The compressor of a layer, if it is compressed.
-pub fn compressor(
-    number: usize,
-    layer: &Layer,
-    choice: Choice,
-    config: &Config,
-) -> Result<Option<Compressor>, SyncError> {
-    let Choice::Sparse { selector, quantized } = choice else { return Ok(None) };
-    let refuse = |why| SyncError::Config { layer: layer.name.clone(), why };
+/// How the messages of a layer are written, if it is compressed.
+pub(crate) fn code(choice: Choice, config: &Config) -> Option<(IndexCode, Values)> {
+    let Choice::Sparse { quantized, .. } = choice else { return None };
     let values = match (quantized, config.bf16) {
         (true, _) => Values::Asq,
         (false, true) => Values::Bf16,
         (false, false) => Values::F32,
     };
-    let plain = config.preset == Preset::Paper || config.method == Method::RgcNaive;
-    let core = redsync_core::Config {
+    let plain = matches!(config.preset, Preset::Paper { .. }) || config.method == Method::RgcNaive;
+    Some((if plain { IndexCode::Plain } else { IndexCode::Rice }, values))
+}
+
+/// What the compressor of a layer is made with, if it is compressed.
+pub(crate) fn compressor(
+    layer: &Layer,
+    choice: Choice,
+    config: &Config,
+) -> Result<Option<redsync_core::Config>, SyncError> {
+    let (Choice::Sparse { selector, .. }, Some((indices, values))) = (choice, code(choice, config)) else {
+        return Ok(None);
+    };
+    let refuse = |why| SyncError::Config { layer: layer.name.clone(), why };
+    Ok(Some(redsync_core::Config {
         density: Density::new(config.density).map_err(refuse)?,
         selector,
         values,
-        indices: if plain { IndexCode::Plain } else { IndexCode::Rice },
-        momentum: config.momentum,
+        indices,
+        momentum: layer.momentum.unwrap_or(config.momentum),
         masking: config.masking,
-        undo: false,
+        undo: config.undo,
+    }))
+}
+
+/// About how many bytes a layer sends at a stage, and whether it is compressed then.
+fn bytes(layer: &Layer, choice: Choice, config: &Config, stage: Stage) -> (bool, usize) {
+    let (Choice::Sparse { selector, .. }, Stage::Sparse(density)) = (choice, stage) else {
+        return (false, 4 * layer.size);
     };
-    Compressor::new(number as u32, &layer.name, layer.size, core).map(Some).map_err(refuse)
+    // A density that is none is refused before the first step.
+    let density = Density::new(density).unwrap_or_default();
+    let (indices, values) = code(choice, config).unwrap_or_default();
+    let elements = expected_elements(layer.size, density, selector);
+    let bits = message_bits(density, indices, values);
+    (true, message_bytes(elements, bits, values.is_quantized()) as usize)
 }
 
 /// The groups of a stage, in the order in which every rank exchanges them.
-pub(crate) fn groups(layers: &[Layer], choices: &[Choice], stage: Stage) -> Vec<Group> {
+pub(crate) fn groups(layers: &[Layer], choices: &[Choice], config: &Config, stage: Stage) -> Vec<Group> {
     let mut groups = Vec::new();
     // The open group of each kind, dense and sparse, with its bytes.
     let mut open = [(Vec::new(), 0usize), (Vec::new(), 0usize)];
     // The backward pass yields the last layer first.
     for (i, layer) in layers.iter().enumerate().rev() {
-        let (sparse, bytes) = match (choices[i], stage) {
-            (Choice::Sparse { quantized, .. }, Stage::Sparse(density)) => {
-                let bits = if quantized { 12.0 } else { 44.0 };
-                (true, 24 + (layer.size as f64 * density * bits / 8.0) as usize)
-            }
-            _ => (false, 4 * layer.size),
-        };
+        let (sparse, bytes) = bytes(layer, choices[i], config, stage);
         let (members, total) = &mut open[usize::from(sparse)];
         members.push(i);
         *total += bytes;
@@ -162,7 +174,7 @@ mod tests {
                 let config = Config { method, ..Config::default() };
                 let choices = choices(&layers, &config).unwrap();
                 for stage in [Stage::Dense, Stage::Sparse(0.001), Stage::Sparse(0.25)] {
-                    let groups = groups(&layers, &choices, stage);
+                    let groups = groups(&layers, &choices, &config, stage);
                     let mut seen: Vec<usize> = groups.iter().flat_map(|g| g.layers.clone()).collect();
                     seen.sort_unstable();
                     assert_eq!(seen, (0..layers.len()).collect::<Vec<_>>(), "{name} {method:?} {stage:?}");

@@ -44,6 +44,8 @@ pub struct StepStats {
     pub step: u64,
     /// Its layers, in their order.
     pub layers: Vec<LayerStats>,
+    /// From the start of the first exchange to the end of the last, hidden or not.
+    pub exchange_ms: f64,
     /// How long `finish` had to wait: what was not hidden behind the backward pass.
     pub exposed_ms: f64,
 }

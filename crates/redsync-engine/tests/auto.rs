@@ -1,4 +1,4 @@
-//! The plan `auto` with figures: all ranks take rank 0's answer, whatever they measured themselves, and it follows the network.
+//! A plan from figures: all ranks take rank 0's answer, whatever they measured themselves, and it follows the network.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use redsync_comm::{Communicator, local};
@@ -98,7 +98,7 @@ fn choices_by_name_the_paper_and_sgd_need_no_figures() {
         Choice::Sparse { selector: redsync_core::Selector::Carried, quantized: true },
     );
     assert_eq!(compressed(choices(vec![named.clone(), named])[0].as_ref().unwrap()), [true, false, false]);
-    let paper = Config { preset: Preset::Paper, ..config(FAST) };
+    let paper = Config { preset: Preset::Paper { recurrent: false }, ..config(FAST) };
     assert_eq!(compressed(choices(vec![paper.clone(), paper])[0].as_ref().unwrap()), [true, false, false]);
     let sgd = Config { method: Method::Sgd, ..config(SLOW) };
     assert_eq!(compressed(choices(vec![sgd.clone(), sgd])[0].as_ref().unwrap()), [false; 3]);

@@ -7,7 +7,7 @@ mod common;
 use common::{Comm, Replica, config, run};
 use redsync_core::Momentum;
 use redsync_engine::state::Saved;
-use redsync_engine::{Config, Kind, Layer, Method, Mode, Preset, SyncError};
+use redsync_engine::{Config, Kind, Layer, Method, Preset, SyncError};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -79,8 +79,8 @@ fn resumes_to_the_same_bits(config: Config) {
 #[test]
 fn sampled_selection_resumes_to_the_same_bits_in_the_middle_of_its_cycle() {
     resumes_to_the_same_bits(Config {
-        preset: Preset::Paper,
-        mode: Mode::Rnn { clip: Some(1.0) },
+        preset: Preset::Paper { recurrent: true },
+        clip: Some(1.0),
         momentum: Momentum::Plain(0.9),
         ..config(Method::Rgc, 0.02)
     });
@@ -92,7 +92,7 @@ fn asq_resumes_to_the_same_bits_in_the_middle_of_its_phases() {
 }
 
 #[test]
-fn every_method_preset_mode_and_warm_up_resumes_to_the_same_bits() {
+fn every_method_preset_clipping_and_warm_up_resumes_to_the_same_bits() {
     // Each warm-up of these changes over around the checkpoint.
     common::all_configs().into_iter().for_each(resumes_to_the_same_bits);
 }
@@ -202,7 +202,7 @@ fn a_checkpoint_of_another_configuration_is_refused_and_nothing_changes() {
         (0..3).for_each(|_| replica.step().unwrap());
         save(&replica, &from.1);
         let text = load(&mut replica, &from.0).unwrap_err().to_string();
-        let expected = format!("the checkpoint in {} is of another model or configuration", from.0.display());
+        let expected = format!("the checkpoint in {}: density was 0.02, is 0.03", from.0.display());
         assert_eq!(text, expected);
         assert_eq!(replica.sync.step(), 3);
         save(&replica, &to);

@@ -5,7 +5,7 @@ mod common;
 
 use common::{Replica, assert_close, config, gradient, layers, run};
 use redsync_core::Momentum;
-use redsync_engine::{Choice, Config, Method, Mode, Preset, WarmUp};
+use redsync_engine::{Choice, Config, Method, WarmUp};
 
 /// The gradients of a rank; ranks have gradients of very different norms.
 fn gradients(rank: usize, step: u64) -> Vec<Vec<f32>> {
@@ -55,7 +55,7 @@ fn ordinary(ranks: usize, step: u64, t: f64) -> Vec<Vec<f64>> {
 fn updates_are(config: Config, expected: impl Fn(usize, u64) -> Vec<Vec<f64>>) {
     for ranks in [1, 2, 3] {
         let config = config.clone();
-        let what = format!("{ranks} ranks, {:?} {:?} {:?}", config.method, config.mode, config.warm_up);
+        let what = format!("{ranks} ranks, {:?} {:?} {:?}", config.method, config.clip, config.warm_up);
         let updates = run(ranks, move |rank, comm| {
             let mut replica = Replica::new(config.clone(), comm).unwrap();
             let mut updates = Vec::new();
@@ -77,8 +77,8 @@ fn updates_are(config: Config, expected: impl Fn(usize, u64) -> Vec<Vec<f64>>) {
     }
 }
 
-fn rnn(method: Method, t: f32) -> Config {
-    Config { mode: Mode::Rnn { clip: Some(t) }, ..config(method, 1.0) }
+fn clipping(method: Method, t: f32) -> Config {
+    Config { clip: Some(t), ..config(method, 1.0) }
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn the_gradients_of_this_test_are_clipped_on_some_ranks_only() {
 fn rgc_clips_on_each_rank_before_it_accumulates() {
     for method in [Method::Rgc, Method::RgcNaive] {
         for t in [0.5, 5.0, 1e6] {
-            updates_are(rnn(method, t), |ranks, step| local(ranks, step, f64::from(t)));
+            updates_are(clipping(method, t), |ranks, step| local(ranks, step, f64::from(t)));
         }
     }
 }
@@ -100,7 +100,7 @@ fn rgc_clips_on_each_rank_before_it_accumulates() {
 #[test]
 fn local_clipping_comes_before_momentum() {
     let m = 0.5;
-    let config = Config { momentum: Momentum::Plain(m), masking: false, ..rnn(Method::Rgc, 0.5) };
+    let config = Config { momentum: Momentum::Plain(m), masking: false, ..clipping(Method::Rgc, 0.5) };
     updates_are(config, |ranks, step| {
         let weight = |past| f64::from(m).powi((step - past) as i32);
         let part = |past| -> Vec<Vec<f64>> {
@@ -118,13 +118,13 @@ fn local_clipping_comes_before_momentum() {
 #[test]
 fn sgd_clips_the_averaged_gradient() {
     for t in [0.5, 5.0, 1e6] {
-        updates_are(rnn(Method::Sgd, t), |ranks, step| ordinary(ranks, step, f64::from(t)));
+        updates_are(clipping(Method::Sgd, t), |ranks, step| ordinary(ranks, step, f64::from(t)));
     }
 }
 
 #[test]
 fn a_dense_warm_up_clips_the_averaged_gradient_and_then_each_rank_its_own() {
-    let config = Config { warm_up: WarmUp::Dense(2), ..rnn(Method::Rgc, 0.5) };
+    let config = Config { warm_up: WarmUp::Dense(2), ..clipping(Method::Rgc, 0.5) };
     updates_are(
         config,
         |ranks, step| {
@@ -135,17 +135,14 @@ fn a_dense_warm_up_clips_the_averaged_gradient_and_then_each_rank_its_own() {
 
 #[test]
 fn a_plan_in_which_every_layer_is_dense_clips_once_the_averaged_gradient() {
-    let mut config = rnn(Method::Rgc, 0.5);
+    let mut config = clipping(Method::Rgc, 0.5);
     config.layers = layers().into_iter().map(|layer| (layer.name, Choice::Dense)).collect();
     updates_are(config, |ranks, step| ordinary(ranks, step, 0.5));
 }
 
 #[test]
-fn without_a_limit_and_for_cnns_nothing_is_clipped() {
-    for mode in [Mode::Cnn, Mode::Rnn { clip: None }] {
-        for method in [Method::Sgd, Method::Rgc] {
-            let config = Config { mode, preset: Preset::Auto, ..config(method, 1.0) };
-            updates_are(config, |ranks, step| ordinary(ranks, step, f64::INFINITY));
-        }
+fn without_a_limit_nothing_is_clipped() {
+    for method in [Method::Sgd, Method::Rgc] {
+        updates_are(config(method, 1.0), |ranks, step| ordinary(ranks, step, f64::INFINITY));
     }
 }

@@ -38,10 +38,10 @@ fn measured(config: Config, values: Values, indices: IndexCode) -> Vec<(StepStat
 #[test]
 fn bytes_are_those_of_the_messages() {
     for (method, preset, values, indices) in [
-        (Method::Rgc, Preset::Auto, Values::F32, IndexCode::Rice),
-        (Method::RgcAsq, Preset::Auto, Values::Asq, IndexCode::Rice),
-        (Method::RgcAsq, Preset::Paper, Values::Asq, IndexCode::Plain),
-        (Method::RgcNaive, Preset::Auto, Values::F32, IndexCode::Plain),
+        (Method::Rgc, Preset::Carried, Values::F32, IndexCode::Rice),
+        (Method::RgcAsq, Preset::Carried, Values::Asq, IndexCode::Rice),
+        (Method::RgcAsq, Preset::Paper { recurrent: false }, Values::Asq, IndexCode::Plain),
+        (Method::RgcNaive, Preset::Carried, Values::F32, IndexCode::Plain),
     ] {
         let all = measured(Config { preset, ..config(method, 0.001) }, values, indices);
         for (rank, (stats, encoded)) in all.iter().enumerate() {

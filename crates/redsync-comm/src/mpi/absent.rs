@@ -40,7 +40,15 @@ impl Communicator for Mpi {
         match *self {}
     }
 
+    fn alltoall(&self, _tag: Tag, _messages: Vec<Vec<u8>>) -> Pending<Gathered> {
+        match *self {}
+    }
+
     fn barrier(&self, _tag: Tag) -> Pending<()> {
+        match *self {}
+    }
+
+    fn give_up(&self, _reason: &str) {
         match *self {}
     }
 }

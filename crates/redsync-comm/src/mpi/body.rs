@@ -1,10 +1,9 @@
 //! What follows the headers of a collective. Peers' headers and inline payloads come in, the caller's slot is filled when
 //! everything has arrived. A body never blocks: it starts transfers and is asked to go on.
 
-use super::library::{Lent, Library, failed};
+use super::library::{Lent, Library, Memory, failed};
 use super::reduce::Reduce;
-use super::slot::Slot;
-use crate::{CommError, Gathered, sum};
+use crate::{CommError, Gathered, Slot, sum};
 use std::ffi::c_int;
 use std::sync::Arc;
 
@@ -22,10 +21,23 @@ pub(super) struct Tags {
     pub result: c_int,
 }
 
+/// What a peer is told about this rank's part: how many bytes or values there are for it, and the payload itself when that is
+/// short, else nothing.
+pub(super) struct Letter<'a> {
+    pub length: usize,
+    pub inline: &'a [u8],
+}
+
+impl<'a> Letter<'a> {
+    fn of(message: &'a [u8]) -> Letter<'a> {
+        Letter { length: message.len(), inline: if message.len() <= INLINE { message } else { &[] } }
+    }
+}
+
 /// One collective after its header.
 pub(super) trait Body {
-    /// The payload to send along with the header; empty when it is too long for that.
-    fn inline(&self) -> &[u8];
+    /// What goes to a peer along with the header. The same for all peers, but for an all-to-all.
+    fn letter(&self, peer: usize) -> Letter<'_>;
 
     /// Starts what needs no answer from anybody.
     fn begin(&mut self, lib: &Library, tags: Tags) -> Result<(), CommError>;
@@ -45,6 +57,9 @@ pub(super) trait Body {
     /// Whether no transfer is open and the slot is filled.
     fn done(&self) -> bool;
 
+    /// Whether the slot has a result or an error.
+    fn filled(&self) -> bool;
+
     /// Fills the slot with an error, unless it has its result.
     fn fail(&self, cause: CommError);
 }
@@ -52,6 +67,7 @@ pub(super) trait Body {
 /// A collective as the caller hands it over: what to send, and where to leave the result.
 pub(super) enum Work {
     Gather(Vec<u8>, Arc<Slot<Gathered>>),
+    Deal(Vec<Vec<u8>>, Arc<Slot<Gathered>>),
     ShortSum(Vec<f32>, Arc<Slot<Vec<f32>>>),
     Sum(Vec<f32>, Arc<Slot<Vec<f32>>>),
     Meet(Arc<Slot<()>>),
@@ -62,6 +78,7 @@ impl Work {
     pub fn body(self) -> Box<dyn Body> {
         match self {
             Work::Gather(message, slot) => Box::new(Gather::new(message, slot)),
+            Work::Deal(messages, slot) => Box::new(Deal::new(messages, slot)),
             Work::ShortSum(values, slot) => Box::new(ShortSum::new(values, slot)),
             Work::Sum(values, slot) => Box::new(Reduce::new(values, slot)),
             Work::Meet(slot) => Box::new(Meet::new(slot)),
@@ -82,8 +99,8 @@ impl Meet {
 }
 
 impl Body for Meet {
-    fn inline(&self) -> &[u8] {
-        &[]
+    fn letter(&self, _peer: usize) -> Letter<'_> {
+        Letter::of(&[])
     }
 
     fn begin(&mut self, lib: &Library, _tags: Tags) -> Result<(), CommError> {
@@ -108,11 +125,15 @@ impl Body for Meet {
     }
 
     fn report(&self, missing: Vec<usize>) {
-        self.slot.missing(missing);
+        self.slot.set_missing(missing);
     }
 
     fn done(&self) -> bool {
         self.awaited == 0
+    }
+
+    fn filled(&self) -> bool {
+        self.slot.is_filled()
     }
 
     fn fail(&self, cause: CommError) {
@@ -120,53 +141,24 @@ impl Body for Meet {
     }
 }
 
-/// An allgather: every rank sends its message to every other.
-struct Gather {
-    slot: Arc<Slot<Gathered>>,
-    own: Arc<Vec<u8>>,
-    sending: Lent<Arc<Vec<u8>>, ()>,
+/// The messages that this rank receives, one from every rank.
+struct Incoming {
     arriving: Vec<Option<Lent<Vec<u8>, ()>>>,
     arrived: Vec<Option<Arc<Vec<u8>>>>,
     tag: c_int,
-    filled: bool,
+    delivered: bool,
 }
 
-impl Gather {
-    fn new(message: Vec<u8>, slot: Arc<Slot<Gathered>>) -> Gather {
-        let own = Arc::new(message);
-        let sending = Lent::new(Arc::clone(&own));
-        Gather { slot, own, sending, arriving: Vec::new(), arrived: Vec::new(), tag: 0, filled: false }
+impl Incoming {
+    fn new() -> Incoming {
+        Incoming { arriving: Vec::new(), arrived: Vec::new(), tag: 0, delivered: false }
     }
 
-    /// Delivers before the last send is done: the message is shared, and a slow peer is no reason to wait.
-    fn deliver(&mut self) {
-        if !self.filled && self.arrived.iter().all(Option::is_some) {
-            let messages = std::mem::take(&mut self.arrived).into_iter().flatten().collect();
-            self.slot.fill(Ok(Gathered::new(messages)));
-            self.filled = true;
-        }
-    }
-}
-
-impl Body for Gather {
-    fn inline(&self) -> &[u8] {
-        if self.own.len() <= INLINE { &self.own } else { &[] }
-    }
-
-    fn begin(&mut self, lib: &Library, tags: Tags) -> Result<(), CommError> {
-        self.tag = tags.payload;
+    fn begin(&mut self, lib: &Library, tag: c_int, own: Arc<Vec<u8>>) {
+        self.tag = tag;
         self.arriving.resize_with(lib.size, || None);
         self.arrived.resize(lib.size, None);
-        self.arrived[lib.rank] = Some(Arc::clone(&self.own));
-        if self.own.len() > INLINE {
-            for peer in lib.peers() {
-                for start in (0..self.own.len()).step_by(MESSAGE) {
-                    let end = self.own.len().min(start + MESSAGE);
-                    self.sending.send(lib, start..end, peer, tags.payload, ())?;
-                }
-            }
-        }
-        Ok(())
+        self.arrived[lib.rank] = Some(own);
     }
 
     fn heard(&mut self, lib: &Library, peer: usize, length: usize, inline: &[u8]) -> Result<(), CommError> {
@@ -187,8 +179,8 @@ impl Body for Gather {
         Ok(())
     }
 
-    fn progress(&mut self, _lib: &Library) -> Result<bool, CommError> {
-        let mut moved = self.sending.progress(drop)?;
+    fn progress(&mut self, slot: &Slot<Gathered>) -> Result<bool, CommError> {
+        let mut moved = false;
         for (arriving, arrived) in self.arriving.iter_mut().zip(&mut self.arrived) {
             let Some(message) = arriving else { continue };
             moved |= message.progress(drop)?;
@@ -196,20 +188,148 @@ impl Body for Gather {
                 *arrived = arriving.take().map(|message| Arc::new(message.take()));
             }
         }
-        self.deliver();
+        // Delivered before the last send is done: a slow peer is no reason to wait.
+        if !self.delivered && self.arrived.iter().all(Option::is_some) {
+            let messages = std::mem::take(&mut self.arrived).into_iter().flatten().collect();
+            slot.fill(Ok(Gathered::new(messages)));
+            self.delivered = true;
+        }
         Ok(moved)
     }
 
     fn missing(&self) -> Vec<usize> {
         (0..self.arriving.len()).filter(|&peer| self.arriving[peer].is_some()).collect()
     }
+}
+
+/// Sends what is too long to travel with the header.
+fn send_long<M: Memory>(
+    message: &mut Lent<M, ()>,
+    lib: &Library,
+    length: usize,
+    peer: usize,
+    tag: c_int,
+) -> Result<(), CommError> {
+    if length > INLINE {
+        for start in (0..length).step_by(MESSAGE) {
+            message.send(lib, start..length.min(start + MESSAGE), peer, tag, ())?;
+        }
+    }
+    Ok(())
+}
+
+/// An allgather: every rank sends its message to every other.
+struct Gather {
+    slot: Arc<Slot<Gathered>>,
+    own: Arc<Vec<u8>>,
+    sending: Lent<Arc<Vec<u8>>, ()>,
+    incoming: Incoming,
+}
+
+impl Gather {
+    fn new(message: Vec<u8>, slot: Arc<Slot<Gathered>>) -> Gather {
+        let own = Arc::new(message);
+        let sending = Lent::new(Arc::clone(&own));
+        Gather { slot, own, sending, incoming: Incoming::new() }
+    }
+}
+
+impl Body for Gather {
+    fn letter(&self, _peer: usize) -> Letter<'_> {
+        Letter::of(&self.own)
+    }
+
+    fn begin(&mut self, lib: &Library, tags: Tags) -> Result<(), CommError> {
+        self.incoming.begin(lib, tags.payload, Arc::clone(&self.own));
+        let length = self.own.len();
+        lib.peers().try_for_each(|peer| send_long(&mut self.sending, lib, length, peer, tags.payload))
+    }
+
+    fn heard(&mut self, lib: &Library, peer: usize, length: usize, inline: &[u8]) -> Result<(), CommError> {
+        self.incoming.heard(lib, peer, length, inline)
+    }
+
+    fn progress(&mut self, _lib: &Library) -> Result<bool, CommError> {
+        Ok(self.sending.progress(drop)? | self.incoming.progress(&self.slot)?)
+    }
+
+    fn missing(&self) -> Vec<usize> {
+        self.incoming.missing()
+    }
 
     fn report(&self, missing: Vec<usize>) {
-        self.slot.missing(missing);
+        self.slot.set_missing(missing);
     }
 
     fn done(&self) -> bool {
-        self.filled && self.sending.idle()
+        self.incoming.delivered && self.sending.idle()
+    }
+
+    fn filled(&self) -> bool {
+        self.slot.is_filled()
+    }
+
+    fn fail(&self, cause: CommError) {
+        self.slot.fill(Err(cause));
+    }
+}
+
+/// An all-to-all: every rank has a message of its own for every other.
+struct Deal {
+    slot: Arc<Slot<Gathered>>,
+    /// In rank order; this rank's own is taken out.
+    sending: Vec<Lent<Vec<u8>, ()>>,
+    lengths: Vec<usize>,
+    incoming: Incoming,
+}
+
+impl Deal {
+    fn new(messages: Vec<Vec<u8>>, slot: Arc<Slot<Gathered>>) -> Deal {
+        let lengths = messages.iter().map(Vec::len).collect();
+        let sending = messages.into_iter().map(Lent::new).collect();
+        Deal { slot, sending, lengths, incoming: Incoming::new() }
+    }
+}
+
+impl Body for Deal {
+    fn letter(&self, peer: usize) -> Letter<'_> {
+        Letter::of(self.sending[peer].read(0..self.lengths[peer]))
+    }
+
+    fn begin(&mut self, lib: &Library, tags: Tags) -> Result<(), CommError> {
+        let own = std::mem::replace(&mut self.sending[lib.rank], Lent::new(Vec::new()));
+        self.incoming.begin(lib, tags.payload, Arc::new(own.take()));
+        lib.peers().try_for_each(|peer| {
+            send_long(&mut self.sending[peer], lib, self.lengths[peer], peer, tags.payload)
+        })
+    }
+
+    fn heard(&mut self, lib: &Library, peer: usize, length: usize, inline: &[u8]) -> Result<(), CommError> {
+        self.incoming.heard(lib, peer, length, inline)
+    }
+
+    fn progress(&mut self, _lib: &Library) -> Result<bool, CommError> {
+        let mut moved = self.incoming.progress(&self.slot)?;
+        for message in &mut self.sending {
+            moved |= message.progress(drop)?;
+        }
+        Ok(moved)
+    }
+
+    fn missing(&self) -> Vec<usize> {
+        self.incoming.missing()
+    }
+
+    fn report(&self, missing: Vec<usize>) {
+        self.slot.set_missing(missing);
+    }
+
+    fn done(&self) -> bool {
+        self.incoming.delivered && self.sending.iter().all(Lent::idle)
+    }
+
+    fn filled(&self) -> bool {
+        self.slot.is_filled()
     }
 
     fn fail(&self, cause: CommError) {
@@ -232,8 +352,8 @@ impl ShortSum {
 }
 
 impl Body for ShortSum {
-    fn inline(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.values)
+    fn letter(&self, _peer: usize) -> Letter<'_> {
+        Letter { length: self.values.len(), inline: bytemuck::cast_slice(&self.values) }
     }
 
     fn begin(&mut self, lib: &Library, _tags: Tags) -> Result<(), CommError> {
@@ -265,11 +385,15 @@ impl Body for ShortSum {
     }
 
     fn report(&self, missing: Vec<usize>) {
-        self.slot.missing(missing);
+        self.slot.set_missing(missing);
     }
 
     fn done(&self) -> bool {
         self.awaited == 0 && self.parts.is_empty()
+    }
+
+    fn filled(&self) -> bool {
+        self.slot.is_filled()
     }
 
     fn fail(&self, cause: CommError) {

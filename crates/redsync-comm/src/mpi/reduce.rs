@@ -3,10 +3,9 @@
 //!
 //! The values are summed in place: a chunk is received into where it was sent from, once that send is done.
 
-use super::body::{Body, Tags};
+use super::body::{Body, Letter, Tags};
 use super::library::{Lent, Library};
-use super::slot::Slot;
-use crate::{CommError, sum};
+use crate::{CommError, Slot, sum};
 use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::Arc;
@@ -166,8 +165,8 @@ impl Reduce {
 }
 
 impl Body for Reduce {
-    fn inline(&self) -> &[u8] {
-        &[]
+    fn letter(&self, _peer: usize) -> Letter<'_> {
+        Letter { length: self.length, inline: &[] }
     }
 
     fn begin(&mut self, lib: &Library, tags: Tags) -> Result<(), CommError> {
@@ -225,11 +224,15 @@ impl Body for Reduce {
     }
 
     fn report(&self, missing: Vec<usize>) {
-        self.slot.missing(missing);
+        self.slot.set_missing(missing);
     }
 
     fn done(&self) -> bool {
         self.values.is_none()
+    }
+
+    fn filled(&self) -> bool {
+        self.slot.is_filled()
     }
 
     fn fail(&self, cause: CommError) {

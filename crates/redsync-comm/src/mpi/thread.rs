@@ -2,38 +2,40 @@
 //! channel when nothing is in flight, and between tests with growing pauses when something is.
 
 use super::body::Work;
-use super::exchange::{Exchange, FAREWELL};
-use super::library::{Lent, Library};
-use super::slot::Broken;
+use super::exchange::Exchange;
+use super::library::Library;
+use super::notes::{Note, Notes};
+use super::pace::{Next, Pace};
+use super::ticket::Broken;
+use super::verdict::{Complaint, Word, verdict};
 use crate::{Call, CommError, Tag};
 use std::collections::VecDeque;
-use std::ops::Range;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 /// Collectives that exchange at the same time; the rest queues.
 const IN_FLIGHT: usize = 16;
 
-/// How long the thread looks without a pause after something has happened.
-const EAGER: Duration = Duration::from_micros(50);
-
-/// The shortest and the longest pause.
-const PAUSE: Range<Duration> = Duration::from_micros(20)..Duration::from_micros(200);
-
-/// The pause without work in flight. MPI may have taken a small message and not yet passed it on: it does so only when it is
-/// called.
-const IDLE: Duration = Duration::from_millis(10);
-
 /// How long a broken rank stays for the sake of the others: they may need what it started before the error, and should
 /// learn of it before the first process ends, because then `mpirun` ends all.
 const LINGER: Duration = Duration::from_secs(2);
+
+/// How long to wait for what the others say, at most, once a deadline has passed.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// The same for a given deadline: short deadlines have a short grace.
+pub(super) fn grace(deadline: Duration) -> Duration {
+    GRACE.min(deadline / 4)
+}
 
 /// What the thread is asked to do.
 pub(super) enum Command {
     /// Start a collective. They come in the order of their numbers.
     Start(Call, Work),
-    /// Somebody gave up waiting for the collective with this number.
-    Expire(u64, CommError),
+    /// Somebody has waited so long for the collective with this number and tag.
+    Expire(u64, Tag, Duration),
+    /// Tell the others that this rank gives up, for this reason or an earlier one.
+    GiveUp(CommError),
     /// The communicator was dropped.
     Leave,
     /// End the whole job with this status.
@@ -45,22 +47,48 @@ pub(super) struct Thread {
     broken: Broken,
     queue: VecDeque<(Call, Work)>,
     active: VecDeque<Exchange>,
-    /// The number of the next collective.
+    /// The number of the next collective to leave the queue.
     next: u64,
-    farewells: Farewells,
+    /// The collective from which on everything fails, and why.
+    failed: Option<(u64, CommError)>,
+    trouble: Option<Trouble>,
+    notes: Notes,
+    /// Whether the others know how far this rank is and what it misses.
+    spoken: bool,
     /// Since when the communicator is gone.
     leaving: Option<Instant>,
 }
 
+/// The time between a deadline, here or elsewhere, and the verdict. What is in trouble stands still meanwhile, so that what a
+/// rank has said stays true.
+struct Trouble {
+    /// The first collective that will fail.
+    from: u64,
+    since: Instant,
+    grace: Duration,
+    /// The wait of this rank whose time is up: number, tag, how long.
+    expired: Option<(u64, Tag, Duration)>,
+}
+
 impl Thread {
     pub fn new(lib: Library, broken: Broken) -> Result<Thread, CommError> {
-        let farewells = Farewells::expect(&lib)?;
-        let (queue, active) = (VecDeque::new(), VecDeque::new());
-        Ok(Thread { lib, broken, queue, active, next: 0, farewells, leaving: None })
+        let notes = Notes::expect(&lib)?;
+        Ok(Thread {
+            lib,
+            broken,
+            queue: VecDeque::new(),
+            active: VecDeque::new(),
+            next: 0,
+            failed: None,
+            trouble: None,
+            notes,
+            spoken: false,
+            leaving: None,
+        })
     }
 
     pub fn run(mut self, commands: &Receiver<Command>) {
-        let mut pace = Pace { moved: Instant::now() };
+        let mut pace = Pace::new();
         while !self.finished() {
             match pace.next(commands, self.busy()) {
                 Next::Command(command) => {
@@ -75,6 +103,7 @@ impl Thread {
                 Ok(false) => {}
                 Err(cause) => self.fail_from(0, cause),
             }
+            self.settle();
         }
         if !self.in_trouble() {
             self.lib.finalize();
@@ -84,13 +113,14 @@ impl Thread {
     /// Whether there is something to do without another command. What queues counts: all that was in flight may have
     /// finished at once, and then nothing but the next look starts it.
     fn busy(&self) -> bool {
-        !self.active.is_empty() || !self.queue.is_empty() || self.leaving.is_some()
+        !self.active.is_empty() || !self.queue.is_empty() || self.leaving.is_some() || self.trouble.is_some()
     }
 
     fn obey(&mut self, command: Command) {
         match command {
             Command::Start(call, work) => self.queue.push_back((call, work)),
-            Command::Expire(number, cause) => self.fail_from(number, cause),
+            Command::Expire(number, tag, waited) => self.expire(number, tag, waited),
+            Command::GiveUp(cause) => self.give_up(cause),
             Command::Leave if self.leaving.is_none() => self.leave(),
             Command::Leave => {}
             Command::Abort(status) => self.lib.abort(status),
@@ -99,15 +129,20 @@ impl Thread {
 
     /// Everything in flight moves on; true when something happened.
     fn progress(&mut self) -> Result<bool, CommError> {
-        let mut moved = self.farewells.progress()?;
-        while self.active.len() < IN_FLIGHT {
+        let mut moved = self.notes.progress(&self.lib)?;
+        if let Some((number, waited)) = self.notes.earliest().filter(|_| moved) {
+            self.alarm(number, waited);
+            self.speak();
+        }
+        let still = self.trouble.as_ref().map_or(u64::MAX, |trouble| trouble.from);
+        while self.active.len() < IN_FLIGHT && self.next < still {
             let Some((call, work)) = self.queue.pop_front() else { break };
             self.start(call, work);
             moved = true;
         }
         let mut failure = None;
-        for exchange in &mut self.active {
-            let outcome = match self.farewells.before(exchange.number, exchange.call.tag) {
+        for exchange in self.active.iter_mut().take_while(|exchange| exchange.number < still) {
+            let outcome = match self.notes.before(exchange.number, exchange.call.tag) {
                 Some(cause) => Err(cause),
                 None => exchange.progress(&self.lib),
             };
@@ -137,8 +172,8 @@ impl Thread {
     fn start(&mut self, call: Call, work: Work) {
         let number = self.next;
         self.next += 1;
-        if let Some(cause) = self.broken.cause() {
-            return work.body().fail(cause);
+        if let Some((_, cause)) = self.failed.as_ref().filter(|(from, _)| *from <= number) {
+            return work.body().fail(cause.clone().at(call.tag));
         }
         let mut exchange = Exchange::new(&self.lib, number, call, work.body());
         let begun = exchange.begin(&self.lib);
@@ -148,167 +183,167 @@ impl Thread {
         }
     }
 
-    /// Breaks the communicator: this collective and all later ones fail.
+    /// Breaks the communicator: this collective and all later ones fail. The first cause counts.
     fn fail_from(&mut self, number: u64, cause: CommError) {
         let cause = self.broken.set(cause);
-        self.active.iter().filter(|exchange| exchange.number >= number).for_each(|exchange| {
-            exchange.fail(cause.clone());
-        });
-        self.active.retain(|exchange| exchange.number < number);
-        self.queue.drain(..).for_each(|(_, work)| work.body().fail(cause.clone()));
+        let from = self.failed.as_ref().map_or(number, |(from, _)| number.min(*from));
+        self.trouble = self.trouble.take().filter(|trouble| trouble.from < from);
+        self.active
+            .iter()
+            .filter(|exchange| exchange.number >= from)
+            .for_each(|exchange| exchange.fail(&cause));
+        self.active.retain(|exchange| exchange.number < from);
+        let queued = (from.saturating_sub(self.next) as usize).min(self.queue.len());
+        self.queue.drain(queued..).for_each(|(call, work)| work.body().fail(cause.clone().at(call.tag)));
+        self.failed = Some((from, cause));
+    }
+
+    /// How many collectives this rank has started.
+    fn started(&self) -> u64 {
+        self.next + self.queue.len() as u64
+    }
+
+    /// A wait of this rank is over. Its collective may have finished since; then the caller has its result.
+    fn expire(&mut self, number: u64, tag: Tag, waited: Duration) {
+        let in_flight = |exchange: &Exchange| exchange.number == number && !exchange.filled();
+        if number < self.next && !self.active.iter().any(in_flight) {
+            return;
+        }
+        let held_up =
+            self.complaint(Some((number, tag, waited))).map_or(number, |complaint| complaint.number);
+        self.alarm(held_up.min(number), waited);
+        if let Some(trouble) = &mut self.trouble {
+            trouble.expired.get_or_insert((number, tag, waited));
+        }
+        self.speak();
+    }
+
+    /// A deadline has passed in this collective, here or elsewhere.
+    fn alarm(&mut self, number: u64, waited: Duration) {
+        if self.failed.as_ref().is_none_or(|(from, _)| *from > number) {
+            let (since, grace) = (Instant::now(), grace(waited));
+            let trouble = self.trouble.get_or_insert(Trouble { from: number, since, grace, expired: None });
+            trouble.from = number.min(trouble.from);
+        }
+    }
+
+    /// What this rank misses: in the collective that it waits for, else in the first that does not go on.
+    fn complaint(&self, expired: Option<(u64, Tag, Duration)>) -> Option<Complaint> {
+        let waited = expired.map(|(_, _, waited)| waited);
+        let misses = |exchange: &&Exchange| !exchange.missing().is_empty();
+        let awaited = |exchange: &&Exchange| expired.is_some_and(|(number, ..)| number == exchange.number);
+        let mut active = self.active.iter().filter(misses);
+        let held_up = self.active.iter().filter(misses).find(awaited).or_else(|| active.next());
+        held_up
+            .map(|exchange| Complaint {
+                number: exchange.number,
+                tag: exchange.call.tag,
+                waited,
+                missing: exchange.missing(),
+            })
+            .or(expired.map(|(number, tag, _)| Complaint { number, tag, waited, missing: Vec::new() }))
+    }
+
+    /// Tells the others once how far this rank is and what it misses.
+    fn speak(&mut self) {
+        if !self.spoken {
+            self.spoken = true;
+            let word = self.word();
+            self.say(Note::Word(word));
+        }
+    }
+
+    fn word(&self) -> Word {
+        let expired = self.trouble.as_ref().and_then(|trouble| trouble.expired);
+        Word { started: self.started(), complaint: self.complaint(expired) }
+    }
+
+    fn say(&mut self, note: Note) {
+        if let Err(cause) = self.notes.say(&self.lib, &note) {
+            self.fail_from(0, cause);
+        }
+    }
+
+    /// Ends the trouble when its time has come. Whose own deadline has passed needs no more than everybody's word; the others
+    /// give theirs the whole time to pass.
+    fn settle(&mut self) {
+        let Some(trouble) = &self.trouble else { return };
+        let informed = trouble.expired.is_some() && self.notes.all_spoken(&self.lib);
+        if informed || trouble.since.elapsed() >= trouble.grace {
+            self.decide();
+        }
+    }
+
+    /// Names who is missing, from what all have said.
+    fn decide(&mut self) {
+        let Some(Trouble { from, expired, .. }) = self.trouble else { return };
+        let own = self.word();
+        let mut words = self.notes.words();
+        words[self.lib.rank] = Some(own.clone());
+        let or_else = |names: Vec<usize>, complaint: Option<&Complaint>| match complaint {
+            Some(complaint) if names.is_empty() => complaint.missing.clone(),
+            _ => names,
+        };
+        let names = verdict(&words);
+        let cause = match (expired, self.notes.first()) {
+            (Some((_, tag, waited)), _) => {
+                let missing = or_else(names, own.complaint.as_ref());
+                CommError::Deadline { tag, waited, missing }
+            }
+            (None, Some((rank, complaint))) => {
+                let (tag, waited) = (complaint.tag, complaint.waited.unwrap_or_default());
+                let missing = or_else(names, Some(complaint));
+                CommError::Deadline { tag, waited, missing }.followed(*rank, tag)
+            }
+            // Trouble begins with a wait that is over, here or elsewhere.
+            (None, None) => return,
+        };
+        let cause = self.notes.explanation(from).unwrap_or(cause);
+        self.fail_from(from, cause);
+    }
+
+    fn give_up(&mut self, cause: CommError) {
+        let started = self.started();
+        self.failed.get_or_insert((started, cause));
+        let note = self.gone(false);
+        self.say(note);
     }
 
     fn leave(&mut self) {
+        self.decide();
         self.leaving = Some(Instant::now());
-        let started = self.next + self.queue.len() as u64;
-        if let Err(cause) = self.farewells.say(&self.lib, started, self.broken.cause()) {
-            self.fail_from(0, cause);
-        }
+        let note = self.gone(true);
+        self.say(note);
+    }
+
+    /// What the others are told when this rank goes. Who goes at a deadline takes the collective with it; of what fails
+    /// otherwise the others have this rank's part.
+    fn gone(&self, leaving: bool) -> Note {
+        let (started, nowhere) = (self.started(), Tag { step: 0, op: 0 });
+        let cause = self.failed.as_ref().map(|(_, cause)| cause.followed(self.lib.rank, nowhere));
+        let from = match &self.failed {
+            Some((from, CommError::Deadline { .. })) => *from,
+            _ => started,
+        };
+        Note::Gone { from, leaving, cause }
     }
 
     /// Whether the thread can end. A healthy rank among healthy ones waits for all, as finalizing would; in trouble nobody
     /// can be relied on, not even to take our note.
     fn finished(&self) -> bool {
         let Some(since) = self.leaving else { return false };
-        let missing = match self.broken.cause() {
-            Some(CommError::Deadline { missing, .. }) => missing,
-            _ => Vec::new(),
+        let silent = match &self.failed {
+            Some((
+                _,
+                CommError::Deadline { missing: silent, .. } | CommError::GaveUp { blames: silent, .. },
+            )) => silent.as_slice(),
+            _ => &[],
         };
-        let complete = self.active.is_empty() && self.queue.is_empty() && self.farewells.complete(&missing);
+        let complete = self.active.is_empty() && self.queue.is_empty() && self.notes.complete(silent);
         complete || self.in_trouble() && since.elapsed() > LINGER
     }
 
     fn in_trouble(&self) -> bool {
-        self.broken.cause().is_some() || self.farewells.any_trouble()
-    }
-}
-
-/// The notes by which ranks tell each other that they leave.
-struct Farewells {
-    ours: Lent<Vec<u8>, ()>,
-    theirs: Lent<Vec<u8>, usize>,
-    /// What each rank that has left said.
-    heard: Vec<Option<Note>>,
-}
-
-struct Note {
-    /// How many collectives the rank has started in all.
-    started: u64,
-    /// Which rank met an error, and which, if that is why.
-    trouble: Option<(usize, String)>,
-}
-
-/// Started, the rank in trouble or `HEALTHY`, the length of the reason, the reason.
-const NOTE: usize = 512;
-const REASON: usize = 16;
-const HEALTHY: u32 = u32::MAX;
-
-impl Note {
-    fn write(&self, place: &mut [u8]) {
-        let healthy = (HEALTHY, "");
-        let (rank, reason) = self.trouble.as_ref().map_or(healthy, |(rank, reason)| (*rank as u32, reason));
-        let reason = &reason.as_bytes()[..reason.len().min(NOTE - REASON)];
-        place[..8].copy_from_slice(&self.started.to_le_bytes());
-        place[8..12].copy_from_slice(&rank.to_le_bytes());
-        place[12..REASON].copy_from_slice(&(reason.len() as u32).to_le_bytes());
-        place[REASON..][..reason.len()].copy_from_slice(reason);
-    }
-
-    fn read(place: &[u8]) -> Note {
-        let number = |range: Range<usize>| {
-            place[range].iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
-        };
-        let (rank, length) = (number(8..12) as u32, number(12..REASON) as usize);
-        let reason = String::from_utf8_lossy(&place[REASON..][..length.min(NOTE - REASON)]).into_owned();
-        Note { started: number(0..8), trouble: (rank != HEALTHY).then_some((rank as usize, reason)) }
-    }
-}
-
-impl Farewells {
-    fn expect(lib: &Library) -> Result<Farewells, CommError> {
-        let mut theirs = Lent::new(vec![0; lib.size * NOTE]);
-        for peer in lib.peers() {
-            theirs.receive(lib, peer * NOTE..(peer + 1) * NOTE, peer, FAREWELL, peer)?;
-        }
-        let heard = (0..lib.size).map(|_| None).collect();
-        Ok(Farewells { ours: Lent::new(vec![0; NOTE]), theirs, heard })
-    }
-
-    fn say(&mut self, lib: &Library, started: u64, cause: Option<CommError>) -> Result<(), CommError> {
-        let trouble = cause.map(|cause| cause.origin(lib.rank));
-        Note { started, trouble }.write(self.ours.write(0..NOTE));
-        lib.peers().try_for_each(|peer| self.ours.send(lib, 0..NOTE, peer, FAREWELL, ()))
-    }
-
-    fn progress(&mut self) -> Result<bool, CommError> {
-        let mut heard = Vec::new();
-        self.ours.progress(drop)?;
-        self.theirs.progress(|peer| heard.push(peer))?;
-        for &peer in &heard {
-            self.heard[peer] = Some(Note::read(self.theirs.read(peer * NOTE..(peer + 1) * NOTE)));
-        }
-        Ok(!heard.is_empty())
-    }
-
-    /// Why this collective cannot be complete, if a rank left without starting it.
-    fn before(&self, number: u64, tag: Tag) -> Option<CommError> {
-        let note = |note: &Option<Note>| note.as_ref().is_some_and(|note| note.started <= number);
-        let rank = self.heard.iter().position(note)?;
-        let trouble = self.heard[rank].as_ref()?.trouble.clone();
-        Some(match trouble {
-            None => CommError::Left { rank, tag },
-            Some((rank, reason)) => CommError::GaveUp { rank, tag, reason },
-        })
-    }
-
-    /// Whether our notes are on their way and all have left, but for those that are known not to answer.
-    fn complete(&self, missing: &[usize]) -> bool {
-        self.ours.idle() && self.theirs.open().all(|peer| missing.contains(peer))
-    }
-
-    fn any_trouble(&self) -> bool {
-        self.heard.iter().flatten().any(|note| note.trouble.is_some())
-    }
-}
-
-/// How long to wait between two looks at MPI: not at all at first, for latency, then longer, to leave the core to others.
-struct Pace {
-    moved: Instant,
-}
-
-enum Next {
-    Command(Command),
-    Nothing,
-    Closed,
-}
-
-impl Pace {
-    fn moved(&mut self) {
-        self.moved = Instant::now();
-    }
-
-    /// A tenth of how long nothing has happened, within bounds: what comes late is noticed hardly later.
-    fn pause(&self) -> Option<Duration> {
-        let still = self.moved.elapsed();
-        (still > EAGER).then(|| (still / 10).clamp(PAUSE.start, PAUSE.end))
-    }
-
-    /// The next command, after a pause at most.
-    fn next(&self, commands: &Receiver<Command>, busy: bool) -> Next {
-        match if busy { self.pause() } else { Some(IDLE) } {
-            Some(pause) => match commands.recv_timeout(pause) {
-                Ok(command) => Next::Command(command),
-                Err(RecvTimeoutError::Timeout) => Next::Nothing,
-                Err(RecvTimeoutError::Disconnected) => Next::Closed,
-            },
-            None => match commands.try_recv() {
-                Ok(command) => Next::Command(command),
-                Err(TryRecvError::Empty) => {
-                    std::thread::yield_now();
-                    Next::Nothing
-                }
-                Err(TryRecvError::Disconnected) => Next::Closed,
-            },
-        }
+        self.broken.cause().is_some() || self.notes.any_trouble()
     }
 }

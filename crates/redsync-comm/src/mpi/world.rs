@@ -1,11 +1,11 @@
 //! The caller's side of the engine: starts the communication thread, turns calls into commands, ends the thread.
 
 use super::body::Work;
-use super::exchange::is_inline;
+use super::exchange::inline_bytes;
 use super::library::{Library, failed};
-use super::slot::{Broken, Slot, Ticket};
 use super::thread::{Command, Thread};
-use crate::{Call, CommError, Communicator, Gathered, Kind, Pending, Tag};
+use super::ticket::{Broken, Ticket};
+use crate::{Call, CommError, Communicator, Gathered, Kind, Pending, Slot, Tag};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -97,12 +97,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Mpi {
     fn start<T: Send + 'static>(&self, call: Call, work: impl FnOnce(Arc<Slot<T>>) -> Work) -> Pending<T> {
-        if let Some(cause) = self.broken.cause() {
-            return Pending::ready(Err(cause));
-        }
         let slot = Slot::new();
         let work = work(Arc::clone(&slot));
         let mut commands = lock(&self.commands);
+        if let Some(cause) = self.broken.cause() {
+            return Pending::ready(Err(cause.at(call.tag)));
+        }
         let number = commands.0;
         if commands.1.send(Command::Start(call, work)).is_err() {
             return Pending::ready(Err(failed("the communication thread ended")));
@@ -133,15 +133,33 @@ impl Communicator for Mpi {
 
     fn allreduce(&self, tag: Tag, values: Vec<f32>) -> Pending<Vec<f32>> {
         let call = Call { kind: Kind::Allreduce, tag, length: values.len() as u64 };
-        if is_inline(call) {
+        if values.is_empty() || inline_bytes(call.kind, values.len()) > 0 {
             self.start(call, |slot| Work::ShortSum(values, slot))
         } else {
             self.start(call, |slot| Work::Sum(values, slot))
         }
     }
 
+    fn alltoall(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered> {
+        if messages.len() != self.size {
+            return Pending::ready(Err(CommError::miscounted("mpi", messages.len(), self.size)));
+        }
+        let length = messages.iter().map(|message| message.len() as u64).sum();
+        self.start(Call { kind: Kind::Alltoall, tag, length }, |slot| Work::Deal(messages, slot))
+    }
+
     fn barrier(&self, tag: Tag) -> Pending<()> {
         self.start(Call { kind: Kind::Barrier, tag, length: 0 }, Work::Meet)
+    }
+
+    fn give_up(&self, reason: &str) {
+        // Who asks gets the tag of what it asks for.
+        let (rank, tag) = (self.rank, Tag { step: 0, op: 0 });
+        let cause = CommError::GaveUp { rank, tag, reason: reason.to_string(), blames: Vec::new() };
+        // Under the lock, so that what was started before is before it in the channel too.
+        let commands = lock(&self.commands);
+        let cause = self.broken.set(cause);
+        let _ = commands.1.send(Command::GiveUp(cause));
     }
 }
 

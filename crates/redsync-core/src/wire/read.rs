@@ -161,9 +161,9 @@ impl<'a> Message<'a> {
     /// Decodes the message into `sparse`, if it is of the given layer, size and phase. After an error `sparse` holds no
     /// elements.
     pub fn decode(&self, layer: u32, n: u32, phase: Phase, sparse: &mut Sparse) -> Result<(), MessageError> {
-        sparse.clear(n, phase);
+        sparse.reset(n, phase);
         self.decode_checked(layer, n, phase, sparse).map_err(|why| {
-            sparse.clear(n, phase);
+            sparse.reset(n, phase);
             MessageError { layer: self.layer(), why }
         })
     }

@@ -1,4 +1,4 @@
-//! From which size on a layer is worth compressing: the cost model's answer to the plan `auto`.
+//! From which size on a layer is worth compressing: the cost model's answer, from figures of machines and network.
 //! What must hold: the answer is a number of bytes that replaces [`Config::dense_below`], so the plan follows from it by the
 //! same rules as ever; rank 0's answer is everybody's.
 
@@ -67,7 +67,7 @@ mod tests {
     use super::super::platform::tests::round;
     use super::super::platform::{Link, Network};
     use super::*;
-    use crate::config::{Choice, Mode};
+    use crate::config::Choice;
     use crate::models::{Model, NAMES};
 
     fn limit(model: &str, beta: f64, ranks: usize) -> usize {
@@ -75,8 +75,7 @@ mod tests {
         let mut platform = Platform { network: Network::new(20e-6, beta), ..round() };
         // Above copying and updating, or compressing would pay without any network.
         platform.rates.select.carried.per = 4e-9;
-        let mode = if model.recurrent { Mode::Rnn { clip: Some(0.25) } } else { Mode::Cnn };
-        let config = Config { mode, ..Config::default() };
+        let config = Config { clip: model.recurrent.then_some(0.25), ..Config::default() };
         dense_below(&model.layers, &config, &platform, ranks, Compute::default()).unwrap()
     }
 

@@ -41,11 +41,14 @@ fn rice_bits(d: f64, r: i32) -> f64 {
     f64::from(r) + 1.0 + beyond / (1.0 - beyond)
 }
 
-/// Bytes of a frame: of each message its elements and the bits of one, and whether it carries a mean.
+/// Bytes of a message: its elements, the bits of one, and whether it carries a mean.
+pub fn message_bytes(elements: f64, bits: f64, mean: bool) -> f64 {
+    HEADERS.1 + (elements * bits / 8.0).ceil() + if mean { 4.0 } else { 0.0 }
+}
+
+/// Bytes of a frame of such messages.
 pub fn frame_bytes(messages: impl IntoIterator<Item = (f64, f64, bool)>) -> f64 {
-    let message = |(elements, bits, mean): (f64, f64, bool)| {
-        HEADERS.1 + (elements * bits / 8.0).ceil() + if mean { 4.0 } else { 0.0 }
-    };
+    let message = |(elements, bits, mean)| message_bytes(elements, bits, mean);
     HEADERS.0 + messages.into_iter().map(message).sum::<f64>()
 }
 

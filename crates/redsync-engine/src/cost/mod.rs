@@ -24,6 +24,6 @@ pub use collective::{
     Allgather, Allreduce, Cost, dense_allreduce, dense_bytes, lg, sparse_allgather, sparse_allreduce,
     sparse_bytes,
 };
-pub use message::{expected_elements, frame_bytes, message_bits};
+pub use message::{expected_elements, frame_bytes, message_bits, message_bytes};
 pub use platform::{BadPlatform, Decompression, Line, Link, Network, Platform, Rates, Selection};
 pub use step::{Compute, Step, Times, training_time};

@@ -9,10 +9,10 @@
 use super::collective::{dense_allreduce, dense_bytes, sparse_allgather, sparse_bytes};
 use super::message::{expected_elements, frame_bytes, message_bits};
 use super::platform::Platform;
-use crate::config::{Choice, Config, Method, Mode, Preset, Stage};
+use crate::config::{Choice, Config, Stage};
 use crate::layer::{Kind, Layer};
 use crate::plan::{self, Group};
-use redsync_core::{Density, IndexCode, Selector, Values};
+use redsync_core::{Density, Selector};
 use serde::{Deserialize, Serialize};
 
 /// What the framework does in a step.
@@ -96,14 +96,14 @@ impl Step<'_> {
 
     /// The times of a step at a stage of the warm-up.
     pub fn times_at(&self, stage: Stage) -> Times {
-        let groups = plan::groups(self.layers, self.choices, stage);
+        let groups = plan::groups(self.layers, self.choices, self.config, stage);
         let density = match stage {
             Stage::Sparse(density) => Density::new(density).unwrap_or_default(),
             Stage::Dense => Density::default(),
         };
         let mut times = Times { compute: self.compute.forward + self.compute.backward, ..Times::default() };
         let mut clock = Clock::default();
-        let together = self.config.mode != Mode::Cnn && groups.iter().any(|group| group.sparse);
+        let together = self.config.clip.is_some() && groups.iter().any(|group| group.sparse);
         let ready = self.ready(together);
         if together {
             let clip = self.clipping(self.platform.rates.clip);
@@ -181,10 +181,7 @@ impl Step<'_> {
 
     fn clipping(&self, per_element: f64) -> f64 {
         let elements: usize = self.layers.iter().map(|layer| layer.size).sum();
-        match self.config.mode {
-            Mode::Rnn { clip: Some(_) } => per_element * elements as f64,
-            _ => 0.0,
-        }
+        self.config.clip.map_or(0.0, |_| per_element * elements as f64)
     }
 
     /// T_select of a layer, or the copying of a dense one.
@@ -198,19 +195,14 @@ impl Step<'_> {
 
     /// Elements and bits of a layer's message, and whether it carries a mean.
     fn message(&self, layer: usize, density: Density) -> (f64, f64, bool) {
-        let (selector, quantized) = match self.choices[layer] {
-            Choice::Sparse { selector, quantized } => (selector, quantized),
-            Choice::Dense => (Selector::Carried, false),
+        let choice = self.choices[layer];
+        let selector = match choice {
+            Choice::Sparse { selector, .. } => selector,
+            Choice::Dense => Selector::Carried,
         };
-        let plain = self.config.preset == Preset::Paper || self.config.method == Method::RgcNaive;
-        let values = match (quantized, self.config.bf16) {
-            (true, _) => Values::Asq,
-            (false, true) => Values::Bf16,
-            (false, false) => Values::F32,
-        };
-        let indices = if plain { IndexCode::Plain } else { IndexCode::Rice };
+        let (indices, values) = plan::code(choice, self.config).unwrap_or_default();
         let elements = expected_elements(self.layers[layer].size, density, selector);
-        (elements, message_bits(density, indices, values), quantized)
+        (elements, message_bits(density, indices, values), values.is_quantized())
     }
 
     /// Encodes, exchanges and decodes a group.
@@ -290,7 +282,7 @@ pub fn training_time(step: &Step<'_>, steps: u64) -> f64 {
 mod tests {
     use super::super::platform::tests::round;
     use super::*;
-    use crate::config::WarmUp;
+    use crate::config::{Method, WarmUp};
     use crate::models::{Model, NAMES};
 
     fn with<T>(model: &str, config: &Config, f: impl FnOnce(Step<'_>) -> T) -> T {
@@ -338,17 +330,17 @@ mod tests {
     }
 
     #[test]
-    fn a_long_backward_pass_hides_all_but_the_end_in_a_cnn_and_nothing_of_an_rnn() {
-        let hidden = |model: &str, mode| {
-            let config = Config { mode, ..method(Method::RgcAsq) };
+    fn a_long_backward_pass_hides_all_but_the_end_and_nothing_with_clipping() {
+        let hidden = |model: &str, clip| {
+            let config = Config { clip, ..method(Method::RgcAsq) };
             with(model, &config, |step| {
                 let alone = step.times().step;
                 let compute = Compute { backward: 20.0, ..Compute::default() };
                 1.0 - Step { compute, ..step }.times().exposed() / alone
             })
         };
-        assert!(hidden("vgg16", Mode::Cnn) > 0.5);
-        assert!(hidden("lstm-ptb", Mode::Rnn { clip: Some(0.25) }).abs() < 1e-6);
+        assert!(hidden("vgg16", None) > 0.5);
+        assert!(hidden("lstm-ptb", Some(0.25)).abs() < 1e-6);
     }
 
     #[test]

@@ -3,8 +3,7 @@
 use super::{Meter, noise};
 use crate::cost::{Decompression, Line, Rates, Selection};
 use crate::error::SyncError;
-use crate::pipeline::{copy_scaled, sum_of_squares};
-use crate::synchronizer::norm;
+use crate::pipeline::dense::{copy_scaled, norm, sum_of_squares};
 use redsync_core::wire::Frame;
 use redsync_core::{
     Compressor, Config, Density, FrameWriter, Gradient, Selector, Sparse, Values, Workspace, apply,
@@ -97,7 +96,8 @@ fn selection(
         step += 1;
         let layer = &mut layers[usize::from(n == sizes[1])];
         let shift = (step as usize * 7919 * 16) % SHIFT;
-        layer.select(step, Gradient::F32(&noise[shift..shift + n]), 1.0, &mut workspace)?;
+        layer.accumulate(step, Gradient::F32(&noise[shift..shift + n]), 1.0, &mut workspace)?;
+        layer.select(step, &mut workspace);
         Ok(())
     };
     // Thresholds settle in the first steps.
@@ -113,7 +113,8 @@ fn coding(meter: &mut Meter<'_>, noise: &[f32]) -> Result<(Line, Line), SyncErro
     let mut chosen = Vec::new();
     for n in SIZES {
         let mut layer = compressor(n, config)?;
-        layer.select(0, Gradient::F32(&noise[..n]), 1.0, &mut workspace)?;
+        layer.accumulate(0, Gradient::F32(&noise[..n]), 1.0, &mut workspace)?;
+        layer.select(0, &mut workspace);
         let mut message = Sparse::new();
         workspace.swap_message(&mut message);
         writer.begin(0, 0);

@@ -2,7 +2,7 @@
 //! what threads and ranks lose by waking each other, a larger one what threads that share cores with exchanges cost each other.
 
 use super::{Meter, median, noise};
-use crate::config::{Choice, Config, Method, Mode, WarmUp};
+use crate::config::{Choice, Config, Method, WarmUp};
 use crate::cost::{Compute, Platform, Step};
 use crate::error::SyncError;
 use crate::layer::{Kind, Layer};
@@ -51,7 +51,8 @@ impl<'a> Trial<'a> {
             dense_below: 0,
             figures: None,
             warm_up: WarmUp::None,
-            mode: Mode::Cnn,
+            clip: None,
+            agree: Vec::new(),
             ..config.clone()
         };
         let mut sync = Synchronizer::new(layers.clone(), config.clone(), comm.clone())?;

@@ -2,9 +2,9 @@
 //! training in f64.
 #![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
-use redsync_comm::{Communicator, local};
+use redsync_comm::{Communicator, Gathered, Pending, Tag, local};
 use redsync_core::Momentum;
-use redsync_engine::{Config, Kind, Layer, Method, Mode, Preset, SyncError, Synchronizer, Update, WarmUp};
+use redsync_engine::{Config, Kind, Layer, Method, Preset, SyncError, Synchronizer, Update, WarmUp};
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -59,16 +59,19 @@ pub fn everything(method: Method, momentum: Momentum) -> Config {
     Config { momentum, masking: false, ..config(method, 1.0) }
 }
 
-/// Every combination of method, preset, mode and warm-up.
+/// Every combination of method, preset, clipping and warm-up.
 pub fn all_configs() -> Vec<Config> {
     let mut all = Vec::new();
     for method in Method::ALL {
-        for preset in [Preset::Auto, Preset::Paper] {
-            for mode in [Mode::Cnn, Mode::Rnn { clip: Some(2.0) }] {
-                for warm_up in [WarmUp::None, WarmUp::Dense(7), WarmUp::Ramp(6)] {
-                    let momentum = Momentum::Nesterov(0.9);
-                    all.push(Config { preset, mode, warm_up, momentum, ..config(method, 0.02) });
-                }
+        for (preset, clip) in [
+            (Preset::Carried, None),
+            (Preset::Carried, Some(2.0)),
+            (Preset::Paper { recurrent: false }, None),
+            (Preset::Paper { recurrent: true }, Some(2.0)),
+        ] {
+            for warm_up in [WarmUp::None, WarmUp::Dense(7), WarmUp::Ramp(6)] {
+                let momentum = Momentum::Nesterov(0.9);
+                all.push(Config { preset, clip, warm_up, momentum, ..config(method, 0.02) });
             }
         }
     }
@@ -227,4 +230,59 @@ pub fn assert_close(got: &[Vec<f32>], expected: &[Vec<f64>], what: &str) {
 /// Weights as bits, in which -0.0 is not 0.0.
 pub fn bits(weights: &[Vec<f32>]) -> Vec<Vec<u32>> {
     weights.iter().map(|w| w.iter().map(|x| x.to_bits()).collect()).collect()
+}
+
+/// A communicator whose messages to all are changed on the way.
+pub struct Damaging<F> {
+    pub comm: Comm,
+    /// Gets the tag and the bytes of an allgather.
+    pub damage: F,
+}
+
+impl<F: Fn(Tag, &mut Vec<u8>) + Send + Sync> Communicator for Damaging<F> {
+    fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.comm.size()
+    }
+
+    fn name(&self) -> &'static str {
+        self.comm.name()
+    }
+
+    fn allgather(&self, tag: Tag, mut message: Vec<u8>) -> Pending<Gathered> {
+        (self.damage)(tag, &mut message);
+        self.comm.allgather(tag, message)
+    }
+
+    fn alltoall(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered> {
+        self.comm.alltoall(tag, messages)
+    }
+
+    fn allreduce(&self, tag: Tag, values: Vec<f32>) -> Pending<Vec<f32>> {
+        self.comm.allreduce(tag, values)
+    }
+
+    fn barrier(&self, tag: Tag) -> Pending<()> {
+        self.comm.barrier(tag)
+    }
+
+    fn give_up(&self, reason: &str) {
+        self.comm.give_up(reason);
+    }
+}
+
+/// A communicator that flips the last bit of each frame of a step.
+pub fn damaged_at(step: u64, comm: Comm) -> Comm {
+    let damage = move |tag: Tag, message: &mut Vec<u8>| {
+        if tag.step == step
+            && tag.op < 1000
+            && let Some(last) = message.last_mut()
+        {
+            *last ^= 1;
+        }
+    };
+    Arc::new(Damaging { comm, damage })
 }

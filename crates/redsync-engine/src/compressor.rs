@@ -1,0 +1,158 @@
+//! One compressed layer of a rank, wherever its u and v live: a gradient goes in, a sparse message comes out.
+//! What must hold: a gradient that is refused is not accumulated; what comes out is the same on every device, bit by bit.
+
+use crate::layer::Layer;
+use crate::source::Source;
+use crate::state::LayerState;
+use redsync_core::{
+    Bad, Compressor, Config, ConfigError, Density, LayerError, Momentum, Sparse, Unfit, Workspace,
+};
+
+/// The compressor of one layer.
+pub trait LayerCompressor: Send {
+    /// Adds `scale` times a gradient to the residual; may come several times before a selection.
+    fn accumulate(
+        &mut self,
+        step: u64,
+        source: &dyn Source,
+        scale: f32,
+        workspace: &mut Workspace,
+    ) -> Result<(), LayerError>;
+
+    /// Chooses what to send at a step, and takes it out of the residual.
+    fn select(&mut self, step: u64, message: &mut Sparse, workspace: &mut Workspace);
+
+    /// Elements that were chosen come back: the exchange did not use them.
+    fn give_back(&mut self, elements: &Sparse) -> Result<(), Unfit>;
+
+    /// Takes the last step back; there is one only with `undo`, and only once.
+    fn take_back(&mut self) -> Result<(), Unfit>;
+
+    /// Changes the fraction that is sent.
+    fn set_density(&mut self, density: Density);
+
+    /// Changes the coefficient of the momentum; its form stays.
+    fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit>;
+
+    /// Starts from this rank's share of an optimizer's momentum buffer.
+    fn adopt_momentum(&mut self, buffer: &[f32], ranks: usize) -> Result<(), Unfit>;
+
+    /// Everything that the next step depends on.
+    fn save(&self) -> LayerState;
+
+    /// Whether a state is one of this layer.
+    fn check(&self, state: &LayerState) -> Result<(), Unfit>;
+
+    /// Continues from a state; after an error nothing has changed.
+    fn restore(&mut self, state: &LayerState) -> Result<(), Unfit>;
+
+    /// The norm of what was accumulated and not sent.
+    fn norm(&self) -> f64;
+}
+
+/// Where the layers of a model are compressed.
+pub trait Device {
+    /// The compressor of a layer, whose number travels in its messages.
+    fn compressor(
+        &self,
+        number: u32,
+        layer: &Layer,
+        config: Config,
+    ) -> Result<Box<dyn LayerCompressor>, ConfigError>;
+}
+
+/// The memory of the host.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Host;
+
+impl Device for Host {
+    fn compressor(
+        &self,
+        number: u32,
+        layer: &Layer,
+        config: Config,
+    ) -> Result<Box<dyn LayerCompressor>, ConfigError> {
+        Ok(Box::new(Compressor::new(number, &layer.name, layer.size, config)?))
+    }
+}
+
+impl LayerCompressor for Compressor {
+    fn accumulate(
+        &mut self,
+        step: u64,
+        source: &dyn Source,
+        scale: f32,
+        workspace: &mut Workspace,
+    ) -> Result<(), LayerError> {
+        let elsewhere = || LayerError { layer: self.name().into(), step, why: Bad::Elsewhere };
+        let gradient = source.host().ok_or_else(elsewhere)?;
+        Compressor::accumulate(self, step, gradient, scale, workspace)
+    }
+
+    fn select(&mut self, step: u64, message: &mut Sparse, workspace: &mut Workspace) {
+        Compressor::select(self, step, workspace);
+        workspace.swap_message(message);
+    }
+
+    fn give_back(&mut self, elements: &Sparse) -> Result<(), Unfit> {
+        Compressor::give_back(self, elements)
+    }
+
+    fn take_back(&mut self) -> Result<(), Unfit> {
+        self.roll_back()
+    }
+
+    fn set_density(&mut self, density: Density) {
+        Compressor::set_density(self, density);
+    }
+
+    fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {
+        Compressor::set_momentum(self, momentum)
+    }
+
+    fn adopt_momentum(&mut self, buffer: &[f32], ranks: usize) -> Result<(), Unfit> {
+        Compressor::adopt_momentum(self, buffer, ranks)
+    }
+
+    fn save(&self) -> LayerState {
+        LayerState {
+            name: self.name().into(),
+            size: self.residual().len(),
+            momentum: self.config().momentum,
+            u: self.residual().u().to_vec(),
+            v: self.residual().v().to_vec(),
+            memory: self.memory(),
+        }
+    }
+
+    fn check(&self, state: &LayerState) -> Result<(), Unfit> {
+        let (from, to) = (state.momentum, self.config().momentum);
+        let has_u = !self.residual().u().is_empty();
+        // Momentum may begin later than the layer: then u is made on the way.
+        if has_u && (state.u.is_empty() || from.form() != to.form()) {
+            return Err(Unfit::Form { from, to });
+        }
+        let expected = self.residual().len();
+        let wrong = |got: usize| got != expected;
+        if wrong(state.v.len()) {
+            return Err(Unfit::Length { what: "v", expected, got: state.v.len() });
+        }
+        if !state.u.is_empty() && wrong(state.u.len()) {
+            return Err(Unfit::Length { what: "u", expected, got: state.u.len() });
+        }
+        state.check_finite()
+    }
+
+    fn restore(&mut self, state: &LayerState) -> Result<(), Unfit> {
+        LayerCompressor::check(self, state)?;
+        if !state.u.is_empty() {
+            // u is of the momentum of its step; a schedule goes on from there.
+            Compressor::set_momentum(self, state.momentum)?;
+        }
+        Compressor::restore(self, &state.u, &state.v, state.memory)
+    }
+
+    fn norm(&self) -> f64 {
+        self.residual().v().iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
+    }
+}

@@ -1,0 +1,64 @@
+//! The allgather: every rank receives every rank's frame. (N - 1) messages come in for each one that goes out.
+
+use super::{About, Exchange, Flight, Landed, names, share_time};
+use crate::error::SyncError;
+use crate::pipeline::ms;
+use redsync_comm::{Communicator, Gathered, Pending, Tag};
+use redsync_core::Sparse;
+use redsync_core::wire::Frame;
+use std::time::Instant;
+
+/// The exchange by allgather.
+pub(crate) struct Gather;
+
+impl Exchange for Gather {
+    fn start(&self, comm: &dyn Communicator, tag: Tag, frame: Vec<u8>) -> Box<dyn Flight> {
+        Box::new(Flying { pending: comm.allgather(tag, frame), started: Instant::now() })
+    }
+}
+
+struct Flying {
+    pending: Pending<Gathered>,
+    started: Instant,
+}
+
+impl Flight for Flying {
+    fn land(self: Box<Self>, about: About<'_>, updates: Vec<Vec<Sparse>>) -> Result<Landed, SyncError> {
+        let Flying { pending, started } = *self;
+        let gathered = pending
+            .wait(about.deadline)
+            .map_err(|source| SyncError::exchange(names(about.wires, about.group), source))?;
+        share_time(about.stats, ms(started));
+        let void = gathered.iter().any(<[u8]>::is_empty);
+        let updates = if void { None } else { Some(decode(about, &gathered, updates)?) };
+        Ok(Landed { updates, returned: Vec::new(), frames: gathered.reclaim() })
+    }
+}
+
+/// The messages of all ranks, for each layer of the group.
+fn decode(
+    about: About<'_>,
+    gathered: &Gathered,
+    mut updates: Vec<Vec<Sparse>>,
+) -> Result<Vec<Vec<Sparse>>, SyncError> {
+    let About { wires, group, step, stats, .. } = about;
+    updates.iter_mut().for_each(|ranks| ranks.resize_with(gathered.ranks(), Sparse::new));
+    for (rank, bytes) in gathered.iter().enumerate() {
+        let bad_frame = |why| SyncError::Frame { rank, layers: names(wires, group), why };
+        let frame = Frame::parse(bytes).map_err(bad_frame)?;
+        frame.expect(step, rank as u32, group.layers.len() as u16).map_err(bad_frame)?;
+        for (at, message) in frame.messages().enumerate() {
+            let (begin, message) = (Instant::now(), message.map_err(bad_frame)?);
+            let (layer, wire) = (group.layers[at], &wires[group.layers[at]]);
+            let values = wire.code.map(|(_, values)| values).unwrap_or_default();
+            let into = &mut updates[at][rank];
+            let decoded = message.decode(layer as u32, wire.size as u32, values.phase(step), into);
+            decoded.map_err(|why| SyncError::Message { rank, layer: wire.name.clone(), why })?;
+            stats[at].decode_ms += ms(begin);
+            if rank != about.rank {
+                stats[at].bytes_received += message.byte_len() as u64;
+            }
+        }
+    }
+    Ok(updates)
+}

@@ -1,0 +1,123 @@
+//! The compressed layers of one rank: all that lasts from step to step, in one place.
+//! Comes in: gradients, one layer at a time. Goes out: messages, and the state of every layer. What must hold: a step that is
+//! taken back leaves every layer as it was before, used at that step or not.
+
+use crate::compressor::LayerCompressor;
+use crate::error::SyncError;
+use crate::layer::Layer;
+use crate::source::Source;
+use crate::state::LayerState;
+use redsync_core::{Density, LayerError, Momentum, Sparse, Unfit, Workspace};
+
+/// The compressors of a rank; None for a layer that is always dense.
+pub(crate) struct Layers {
+    compressors: Vec<Option<Box<dyn LayerCompressor>>>,
+    names: Vec<String>,
+    /// The layers that were accumulated at the step that is under way, or at the last one.
+    touched: Vec<usize>,
+}
+
+impl Layers {
+    pub fn new(layers: &[Layer], compressors: Vec<Option<Box<dyn LayerCompressor>>>) -> Self {
+        let names = layers.iter().map(|layer| layer.name.clone()).collect();
+        Layers { compressors, names, touched: Vec::new() }
+    }
+
+    /// A step begins at which compressed layers send this fraction.
+    pub fn begin(&mut self, density: Option<Density>) {
+        self.touched.clear();
+        if let Some(density) = density {
+            self.compressors.iter_mut().flatten().for_each(|c| c.set_density(density));
+        }
+    }
+
+    /// Accumulates a gradient and chooses what to send of the sum.
+    pub fn compress(
+        &mut self,
+        layer: usize,
+        step: u64,
+        source: &dyn Source,
+        scale: f32,
+        message: &mut Sparse,
+        workspace: &mut Workspace,
+    ) -> Result<(), LayerError> {
+        let Some(compressor) = &mut self.compressors[layer] else { return Ok(()) };
+        compressor.accumulate(step, source, scale, workspace)?;
+        self.touched.push(layer);
+        compressor.select(step, message, workspace);
+        Ok(())
+    }
+
+    /// What the exchange did not use comes back.
+    pub fn give_back(&mut self, layer: usize, elements: &Sparse) -> Result<(), SyncError> {
+        self.change(layer, |compressor| compressor.give_back(elements))
+    }
+
+    /// Takes the step that was begun last back.
+    pub fn take_back(&mut self) -> Result<(), SyncError> {
+        for layer in std::mem::take(&mut self.touched) {
+            self.change(layer, |compressor| compressor.take_back())?;
+        }
+        Ok(())
+    }
+
+    pub fn set_momentum(&mut self, layer: usize, momentum: Momentum) -> Result<(), SyncError> {
+        self.change(layer, |compressor| compressor.set_momentum(momentum))
+    }
+
+    pub fn adopt_momentum(&mut self, layer: usize, buffer: &[f32], ranks: usize) -> Result<(), SyncError> {
+        self.change(layer, |compressor| compressor.adopt_momentum(buffer, ranks))
+    }
+
+    /// The norm of what a layer has accumulated and not sent; None for a dense layer.
+    pub fn norm(&self, layer: usize) -> Option<f64> {
+        Some(self.compressors.get(layer)?.as_ref()?.norm())
+    }
+
+    /// The state of every compressed layer, in order.
+    pub fn save(&self) -> Vec<LayerState> {
+        self.compressors.iter().flatten().map(|compressor| compressor.save()).collect()
+    }
+
+    /// Whether states are those of the compressed layers; a sentence if not.
+    pub fn check(&self, states: &[LayerState]) -> Result<(), String> {
+        let ours: Vec<usize> = (0..self.names.len()).filter(|i| self.compressors[*i].is_some()).collect();
+        let theirs: Vec<&str> = states.iter().map(|state| &state.name[..]).collect();
+        let names: Vec<&str> = ours.iter().map(|layer| &self.names[*layer][..]).collect();
+        if names != theirs {
+            let once = |a: &[&str], b: &[&str]| -> Vec<String> {
+                a.iter().filter(|name| !b.contains(name)).map(|name| name.to_string()).collect()
+            };
+            let apart = [once(&names, &theirs), once(&theirs, &names)].concat();
+            return Err(match apart.is_empty() {
+                true => "it compresses the layers in another order".into(),
+                false => format!("it compresses other layers; not in both: {}", apart.join(", ")),
+            });
+        }
+        for (compressor, state) in self.compressors.iter().flatten().zip(states) {
+            compressor.check(state).map_err(|why| format!("layer {}: {why}", state.name))?;
+        }
+        Ok(())
+    }
+
+    /// Continues from states that [`Layers::check`] has approved.
+    pub fn restore(&mut self, states: &[LayerState]) -> Result<(), SyncError> {
+        self.touched.clear();
+        for (compressor, state) in self.compressors.iter_mut().flatten().zip(states) {
+            let unfit = |why| SyncError::Unfit { layer: state.name.clone(), why };
+            compressor.restore(state).map_err(unfit)?;
+        }
+        Ok(())
+    }
+
+    fn change(
+        &mut self,
+        layer: usize,
+        change: impl FnOnce(&mut dyn LayerCompressor) -> Result<(), Unfit>,
+    ) -> Result<(), SyncError> {
+        let found = self.compressors.get_mut(layer).and_then(Option::as_mut);
+        let compressor =
+            found.ok_or_else(|| SyncError::Order(format!("there is no compressed layer {layer}")))?;
+        change(&mut **compressor).map_err(|why| SyncError::Unfit { layer: self.names[layer].clone(), why })
+    }
+}

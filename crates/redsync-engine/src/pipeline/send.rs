@@ -1,0 +1,314 @@
+//! The sending thread: gradients come in, in any order; exchanges go out, in the order of the plan.
+
+use super::dense::{copy_scaled, refusal, sum_of_squares};
+use super::{InFlight, Journey, Outcome, Pools, Shared, Submitted, lock, ms};
+use crate::config::Stage;
+use crate::error::SyncError;
+use crate::layer::Layer;
+use crate::plan::{self, Group};
+use crate::source::Source;
+use crate::stats::LayerStats;
+use crate::target::Target;
+use redsync_comm::Tag;
+use redsync_core::wire::FrameWriter;
+use redsync_core::{Bad, Density, Gradient, LayerError, Sparse, Workspace};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+use std::time::Instant;
+
+/// The state of the thread.
+pub(super) struct Send {
+    shared: Arc<Shared>,
+    to_receive: Sender<InFlight>,
+    outcomes: Sender<Outcome>,
+    workspace: Workspace,
+    writer: FrameWriter,
+    /// What each layer sends at this step, once it is chosen.
+    messages: Vec<Sparse>,
+    stats: Vec<LayerStats>,
+    targets: Vec<Option<Box<dyn Target>>>,
+    /// Gradients that wait for the others, with clipping; the inner None is a layer without gradient.
+    held: Vec<Option<Option<Box<dyn Source>>>>,
+    groups: Vec<Group>,
+    /// For each group, how many layers are missing, and the buffer of a dense one.
+    missing: Vec<usize>,
+    buffers: Vec<Vec<f32>>,
+    /// For each layer, its group and its offset in the buffer.
+    place: Vec<(usize, usize)>,
+    next: usize,
+    round: Option<u64>,
+    step: u64,
+    stage: Stage,
+    loss_scale: Option<f32>,
+    /// A gradient of a scaled loss is not finite: this rank has nothing more to send at this step.
+    void: bool,
+    /// Time that the next layer to be compressed has to answer for.
+    extra_ms: f64,
+}
+
+impl Send {
+    pub fn new(shared: Arc<Shared>, to_receive: Sender<InFlight>, outcomes: Sender<Outcome>) -> Self {
+        let layers = shared.layers.len();
+        Send {
+            workspace: Workspace::new(shared.config.threads),
+            shared,
+            to_receive,
+            outcomes,
+            writer: FrameWriter::new(),
+            messages: (0..layers).map(|_| Sparse::new()).collect(),
+            stats: vec![LayerStats::default(); layers],
+            targets: (0..layers).map(|_| None).collect(),
+            held: (0..layers).map(|_| None).collect(),
+            groups: Vec::new(),
+            missing: Vec::new(),
+            buffers: Vec::new(),
+            place: vec![(0, 0); layers],
+            next: 0,
+            round: None,
+            step: 0,
+            stage: Stage::Dense,
+            loss_scale: None,
+            void: false,
+            extra_ms: 0.0,
+        }
+    }
+
+    /// Runs until the synchronizer is dropped or something fails.
+    pub fn run(mut self, gradients: Receiver<Submitted>) {
+        for submitted in gradients {
+            if let Err(error) = self.take(submitted) {
+                self.shared.comm.give_up(&error.to_string());
+                let _ = self.outcomes.send(Err(error));
+                return;
+            }
+        }
+    }
+
+    fn take(&mut self, submitted: Submitted) -> Result<(), SyncError> {
+        let Submitted { round, step, loss_scale, layer, mut source, target } = submitted;
+        if self.round != Some(round) {
+            self.begin(step, loss_scale);
+            self.round = Some(round);
+        }
+        self.targets[layer] = target;
+        if let Some(source) = &mut source {
+            let failed = |reason| SyncError::Source { layer: self.shared.layers[layer].name.clone(), reason };
+            source.fetch().map_err(failed)?;
+        }
+        // With everything dense, clipping is by the norm of the averaged gradients, and comes later.
+        let Some(limit) = self.shared.config.clip.filter(|_| !self.all_dense()) else {
+            return self.contribute(layer, source.as_deref(), 1.0);
+        };
+        self.held[layer] = Some(source);
+        if self.held.iter().any(Option::is_none) {
+            return Ok(());
+        }
+        let held: Vec<_> = self.held.iter_mut().filter_map(Option::take).collect();
+        let begin = Instant::now();
+        let factor = self.clipping(limit, &held)?;
+        let clipping_ms = ms(begin);
+        for (layer, source) in held.iter().enumerate().rev() {
+            // The time of the common norm is that of the layer which is compressed first.
+            self.extra_ms = if layer + 1 == held.len() { clipping_ms } else { 0.0 };
+            self.contribute(layer, source.as_deref(), factor)?;
+        }
+        Ok(())
+    }
+
+    fn all_dense(&self) -> bool {
+        self.groups.iter().all(|group| !group.sparse)
+    }
+
+    /// Sets everything up for the first gradient of a step.
+    fn begin(&mut self, step: u64, loss_scale: Option<f32>) {
+        let Shared { layers, choices, config, .. } = &*self.shared;
+        let stage = config.warm_up.stage(step, config.density);
+        if self.round.is_none() || stage != self.stage {
+            self.groups = plan::groups(layers, choices, config, stage);
+            // Buckets of another stage have other lengths.
+            lock(&self.shared.pools.dense).clear();
+        }
+        (self.step, self.stage, self.next) = (step, stage, 0);
+        (self.loss_scale, self.void) = (loss_scale, false);
+        self.held.fill_with(|| None);
+        self.missing = self.groups.iter().map(|group| group.layers.len()).collect();
+        self.buffers.clear();
+        for (number, group) in self.groups.iter().enumerate() {
+            let mut length = 0;
+            for layer in &group.layers {
+                self.place[*layer] = (number, length);
+                length += layers[*layer].size;
+            }
+            let buffer = if group.sparse { Vec::new() } else { dense_buffer(&self.shared.pools, length) };
+            self.buffers.push(buffer);
+        }
+        let density = match stage {
+            Stage::Sparse(density) => Density::new(density).ok(),
+            Stage::Dense => None,
+        };
+        lock(&self.shared.compressed).begin(density);
+    }
+
+    /// The factor that brings the norm of all gradients, which already carry 1/N, down to the limit times N^(-1/2).
+    fn clipping(&mut self, limit: f32, gradients: &[Option<Box<dyn Source>>]) -> Result<f32, SyncError> {
+        let ranks = self.shared.comm.size() as f64;
+        let mut squares = 0.0;
+        for (layer, source) in gradients.iter().enumerate() {
+            let Some(source) = source else { continue };
+            let gradient = self.on_host(layer, &**source)?;
+            let sum = sum_of_squares(gradient);
+            if !sum.is_finite() {
+                self.refuse(layer, refusal(gradient))?;
+                return Ok(1.0);
+            }
+            squares += sum;
+        }
+        let scale = f64::from(self.loss_scale.unwrap_or(1.0)) * ranks;
+        let (norm, limit) = (squares.sqrt() / scale, f64::from(limit) / ranks.sqrt());
+        Ok(if norm > limit { (limit / norm) as f32 } else { 1.0 })
+    }
+
+    fn on_host<'a>(&self, layer: usize, source: &'a dyn Source) -> Result<Gradient<'a>, LayerError> {
+        source.host().ok_or_else(|| self.error(layer, Bad::Elsewhere))
+    }
+
+    fn error(&self, layer: usize, why: Bad) -> LayerError {
+        LayerError { layer: self.shared.layers[layer].name.clone(), step: self.step, why }
+    }
+
+    /// A gradient cannot be used: an error, unless it is of a scaled loss, which may overflow.
+    fn refuse(&mut self, layer: usize, why: Bad) -> Result<(), LayerError> {
+        match why {
+            Bad::NotFinite { .. } | Bad::Overflow { .. } if self.loss_scale.is_some() => {
+                self.void = true;
+                Ok(())
+            }
+            why => Err(self.error(layer, why)),
+        }
+    }
+
+    /// One layer: chooses what to send, or copies it all, and starts whatever is complete.
+    fn contribute(
+        &mut self,
+        layer: usize,
+        source: Option<&dyn Source>,
+        factor: f32,
+    ) -> Result<(), SyncError> {
+        let begin = Instant::now();
+        let scale = factor / (self.shared.comm.size() as f32 * self.loss_scale.unwrap_or(1.0));
+        let (group, offset) = self.place[layer];
+        self.stats[layer] = LayerStats::default();
+        if self.groups[group].sparse {
+            self.compress(layer, source, scale)?;
+        } else {
+            self.copy(layer, source, scale, group, offset)?;
+        }
+        self.stats[layer].select_ms = ms(begin) + std::mem::take(&mut self.extra_ms);
+        self.missing[group] -= 1;
+        while self.next < self.groups.len() && self.missing[self.next] == 0 {
+            self.start(self.next);
+            self.next += 1;
+        }
+        Ok(())
+    }
+
+    /// The message of a layer; empty where there is no gradient, and then u and v stay as they are.
+    fn compress(&mut self, layer: usize, source: Option<&dyn Source>, scale: f32) -> Result<(), SyncError> {
+        let Shared { wires, compressed, .. } = &*self.shared;
+        let message = &mut self.messages[layer];
+        let values = wires[layer].code.map(|(_, values)| values).unwrap_or_default();
+        message.reset(wires[layer].size as u32, values.phase(self.step));
+        if let Some(source) = source.filter(|_| !self.void) {
+            let mut compressed = lock(compressed);
+            let done = compressed.compress(layer, self.step, source, scale, message, &mut self.workspace);
+            drop(compressed);
+            if let Err(error) = done {
+                self.refuse(layer, error.why)?;
+            }
+        }
+        self.stats[layer].elements = self.messages[layer].len() as u64;
+        Ok(())
+    }
+
+    /// A dense layer's part of its bucket; zeros where there is no gradient.
+    fn copy(
+        &mut self,
+        layer: usize,
+        source: Option<&dyn Source>,
+        scale: f32,
+        group: usize,
+        offset: usize,
+    ) -> Result<(), SyncError> {
+        let Layer { size, .. } = self.shared.layers[layer];
+        let to = &mut self.buffers[group][offset..offset + size];
+        let copied = match source {
+            None => {
+                to.fill(0.0);
+                Ok(())
+            }
+            Some(source) => source.host().ok_or(Bad::Elsewhere).and_then(|g| copy_scaled(g, scale, to)),
+        };
+        if let Err(why) = copied {
+            self.refuse(layer, why)?;
+        }
+        let bytes = 4 * size as u64;
+        let stats = &mut self.stats[layer];
+        (stats.elements, stats.bytes_sent, stats.bytes_received) = (size as u64, bytes, bytes);
+        Ok(())
+    }
+
+    /// Starts the exchange of a complete group.
+    fn start(&mut self, number: usize) {
+        let (step, group) = (self.step, self.groups[number].clone());
+        let tag = Tag { step, op: number as u32 };
+        let started = Instant::now();
+        let journey = if group.sparse {
+            let frame = self.encode(&group);
+            let Shared { exchange, comm, .. } = &*self.shared;
+            Journey::Sparse(exchange.start(&**comm, tag, frame))
+        } else {
+            let values = std::mem::take(&mut self.buffers[number]);
+            Journey::Dense(self.shared.comm.allreduce(tag, values))
+        };
+        let in_flight = InFlight {
+            step,
+            all_dense: self.all_dense(),
+            loss_scale: self.loss_scale,
+            started,
+            journey,
+            stats: group.layers.iter().map(|layer| self.stats[*layer]).collect(),
+            targets: group.layers.iter().map(|layer| self.targets[*layer].take()).collect(),
+            group,
+        };
+        // If the receiving thread is gone it has reported why.
+        let _ = self.to_receive.send(in_flight);
+    }
+
+    /// The frame of a group; an empty one if the step will not count.
+    fn encode(&mut self, group: &Group) -> Vec<u8> {
+        if self.void {
+            return Vec::new();
+        }
+        if let Some(buffer) = lock(&self.shared.pools.frames).pop() {
+            self.writer.reuse(buffer);
+        }
+        self.writer.begin(self.step, self.shared.comm.rank() as u32);
+        for layer in &group.layers {
+            let (begin, before) = (Instant::now(), self.writer.len());
+            if let Some((indices, values)) = self.shared.wires[*layer].code {
+                self.writer.push(*layer as u32, &self.messages[*layer], indices, values);
+            }
+            self.stats[*layer].encode_ms = ms(begin);
+            self.stats[*layer].bytes_sent = (self.writer.len() - before) as u64;
+        }
+        self.writer.take()
+    }
+}
+
+fn dense_buffer(pools: &Pools, length: usize) -> Vec<f32> {
+    let mut pool = lock(&pools.dense);
+    match pool.iter().position(|buffer| buffer.len() == length) {
+        Some(at) => pool.swap_remove(at),
+        None => vec![0.0; length],
+    }
+}
