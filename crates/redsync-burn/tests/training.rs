@@ -1,6 +1,8 @@
 //! What holds for a training: it learns, ranks agree, it does not depend on how the work is dealt out, and it survives anything.
 
-use redsync_burn::train::{Ended, Observer, Optimizer, RunRecord, Settings, TrainError, WarmUp, train};
+use redsync_burn::train::{
+    Ended, Observer, Optimizer, RunRecord, Settings, StepRecord, TrainError, WarmUp, train,
+};
 use redsync_comm::local;
 use redsync_data::{DataSet, Places};
 use redsync_engine::cost::{Compute, Decompression, Line, Network, Platform, Rates, Selection};
@@ -251,6 +253,8 @@ fn foreign_and_damaged_checkpoints_are_refused_in_one_line() {
         let good = std::fs::read(&path).expect("a file of the checkpoint");
         let mut damages =
             vec![good[..good.len() / 2].to_vec(), flipped(&good, good.len() - 3), Vec::new(), vec![0xff; 64]];
+        // Anywhere in header and values.
+        damages.extend((0..50).map(|part| flipped(&good, part * (good.len() - 1) / 49)));
         if file == "model.safetensors" {
             // The last letter of a name: the values are whole, but nobody would ask for them.
             let name = b"\"momentum/";
@@ -293,5 +297,54 @@ fn a_learning_rate_that_is_too_high_is_named_as_the_cause() {
     let wild = Settings { lr: 1e6, lr_warm_up_epochs: 0.0, method: Method::Sgd, ..digits() };
     let messages: Vec<String> =
         all(&wild, 2).into_iter().filter_map(|o| o.err()).map(|e| e.to_string()).collect();
-    assert!(messages.iter().any(|m| m.contains("learning rate") || m.contains("not finite")), "{messages:?}");
+    assert_eq!(messages.len(), 2, "nobody goes on alone");
+    for message in &messages {
+        assert!(message.contains("learning rate") || message.contains("not finite"), "{messages:?}");
+    }
+}
+
+/// Cannot write what it is told at a step.
+struct Full;
+
+impl Observer for Full {
+    fn step(&mut self, _: &StepRecord) -> Result<(), TrainError> {
+        let source = std::io::Error::other("no space left");
+        Err(TrainError::Write { path: "metrics.jsonl".into(), source })
+    }
+}
+
+/// What each rank says of its end; each has its own settings, and those that are `full` cannot write.
+fn ends(settings: Vec<Settings>, full: impl Fn(usize) -> bool) -> Vec<String> {
+    let ranks = local::group(settings.len()).into_iter().zip(settings).enumerate();
+    let start = |(rank, (comm, settings)): (usize, (local::Local, Settings))| {
+        let full = full(rank);
+        std::thread::spawn(move || {
+            let data = settings.open(&Places::default(), &|_, _| ()).expect("digits are always there");
+            let never = AtomicBool::new(false);
+            let observer: &mut dyn Observer = if full { &mut Full } else { &mut () };
+            train(&settings, &data, Arc::new(comm), observer, &never).expect_err("a failure").to_string()
+        })
+    };
+    let threads: Vec<_> = ranks.map(start).collect();
+    threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+}
+
+#[test]
+fn a_rank_that_cannot_go_on_is_named_by_all_others_with_its_reason() {
+    let settings = Settings { log_every: 3, ..digits() };
+    let said = ends(vec![settings; 3], |rank| rank == 1);
+    let reason = "cannot write metrics.jsonl: no space left";
+    assert_eq!(said[1], reason);
+    for other in [&said[0], &said[2]] {
+        assert!(other.contains("rank 1 gave up") && other.contains(reason), "{said:?}");
+    }
+}
+
+#[test]
+fn a_rank_with_other_settings_is_named_before_the_first_step() {
+    let other = Settings { lr: 0.3, ..digits() };
+    let said = ends(vec![digits(), digits(), other], |_| false);
+    assert_eq!(said[0], "rank 2 runs something else: lr is 0.3 there, 0.02 here");
+    assert_eq!(said[1], said[0]);
+    assert_eq!(said[2], "rank 0 runs something else: lr is 0.02 there, 0.3 here");
 }

@@ -5,7 +5,9 @@
 
 use crate::complain;
 use anyhow::{Result, anyhow, bail};
+use redsync_burn::train::TrainError;
 use redsync_comm::{CommError, Communicator, local, mpi};
+use redsync_engine::SyncError;
 use std::sync::Arc;
 
 /// Every rank is a thread.
@@ -16,7 +18,7 @@ where
 {
     let start = |comm: local::Local| {
         let work = work.clone();
-        std::thread::spawn(move || work(Arc::new(comm)))
+        std::thread::spawn(move || as_rank(Arc::new(comm), work))
     };
     let threads: Vec<_> = local::group(ranks).into_iter().map(start).collect();
     let (mut first, mut errors) = (None, Vec::new());
@@ -45,7 +47,7 @@ pub fn on_mpi<T>(
     if let Some(said) = said.filter(|said| *said != ranks) {
         bail!("mpirun started {ranks} {what}, --{what} says {said}: is it the mpirun of another MPI?");
     }
-    match work(comm.clone()) {
+    match as_rank(comm.clone(), work) {
         Ok(result) => Ok((rank == 0).then_some(result)),
         Err(error) => {
             // Before the communicator goes: mpirun ends the other ranks when the first one fails.
@@ -54,6 +56,14 @@ pub fn on_mpi<T>(
             std::process::exit(1);
         }
     }
+}
+
+/// One rank; if it fails, no other has to wait for it.
+fn as_rank<T>(
+    comm: Arc<dyn Communicator>,
+    work: impl FnOnce(Arc<dyn Communicator>) -> Result<T>,
+) -> Result<T> {
+    work(comm.clone()).inspect_err(|error| comm.give_up(&format!("{error:#}")))
 }
 
 /// Of the errors of ranks, those that are a cause and not an echo; one line each.
@@ -72,8 +82,13 @@ fn tell(errors: &[(usize, anyhow::Error)]) -> Option<String> {
 
 /// Whether a rank only says that another one went.
 fn is_echo(error: &anyhow::Error) -> bool {
+    let sync = match error.downcast_ref() {
+        Some(TrainError::Sync(error)) => Some(error),
+        _ => error.downcast_ref(),
+    };
     let went = |cause: &CommError| matches!(cause, CommError::Left { .. } | CommError::GaveUp { .. });
-    error.chain().any(|cause| cause.downcast_ref().is_some_and(went))
+    matches!(sync, Some(SyncError::Peer { .. }))
+        || error.chain().any(|cause| cause.downcast_ref().is_some_and(went))
 }
 
 #[cfg(test)]

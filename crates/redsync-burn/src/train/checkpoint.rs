@@ -10,9 +10,8 @@
 //! it is read.
 
 use super::{EpochRecord, TrainError};
-use redsync_engine::replica_hash;
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-use std::collections::{BTreeMap, HashMap};
+use redsync_engine::file::{self, About, Content};
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -21,11 +20,10 @@ use std::str::FromStr;
 /// The file with what is the same on all ranks.
 pub(super) const MODEL_FILE: &str = "model.safetensors";
 
-/// Named vectors.
-pub(super) type Tensors = Vec<(String, Vec<f32>)>;
-
-/// What a file says of itself besides.
-pub(super) type About = BTreeMap<String, String>;
+/// The format of that file.
+pub(super) const MODEL: &str = "redsync-model";
+/// The format of a rank's own part.
+pub(super) const WORKER: &str = "redsync-worker";
 
 pub(super) fn wrong(path: &Path, why: impl ToString) -> TrainError {
     TrainError::Checkpoint { path: path.to_path_buf(), why: why.to_string() }
@@ -55,7 +53,9 @@ pub(super) fn complete(dir: &Path, step: u64) -> Result<(), TrainError> {
     let place = place(dir, step);
     let name = place.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let before = latest(dir)?;
-    write(&dir.join("latest"), name.as_bytes())?;
+    let latest = dir.join("latest");
+    file::replace(&latest, |file| file.write_all(name.as_bytes()))
+        .map_err(|source| TrainError::Write { path: latest, source })?;
     if before.as_ref() == Some(&place) {
         return Ok(()); // the same step again: the one before is still the one before
     }
@@ -78,92 +78,44 @@ fn is_name(name: &str) -> bool {
         .is_some_and(|step| !step.is_empty() && step.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// Writes a file so that it is there whole or not at all.
-fn write(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
-    let failed = |source| TrainError::Write { path: path.to_path_buf(), source };
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(".part");
-    let part = path.with_file_name(name);
-    let mut file = fs::File::create(&part).map_err(failed)?;
-    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
-    fs::rename(&part, path).map_err(failed)?;
-    // The name itself is durable only with its directory.
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    parent.map_or(Ok(()), |parent| fs::File::open(parent).and_then(|dir| dir.sync_all())).map_err(failed)
-}
-
 /// The file of a rank's own part.
 pub(super) fn worker_file(place: &Path, rank: usize) -> PathBuf {
     place.join(format!("worker-{rank:04}.safetensors"))
 }
 
-/// The sum over all values, their names and the description, in a fixed order.
-fn checksum(tensors: &Tensors, about: &str) -> String {
-    let mut slices: Vec<&[f32]> = tensors.iter().map(|(_, values)| &values[..]).collect();
-    let names = tensors.iter().flat_map(|(name, _)| name.bytes().chain([0]));
-    let text: Vec<f32> = names.chain(about.bytes()).map(f32::from).collect();
-    slices.push(&text);
-    format!("{:016x}", replica_hash(&slices))
-}
-
-/// Writes tensors and a description into a file.
-pub(super) fn write_tensors(path: &Path, mut tensors: Tensors, about: &About) -> Result<(), TrainError> {
-    let about = serde_json::to_string(about).map_err(|error| wrong(path, error))?;
-    tensors.sort_by(|a, b| a.0.cmp(&b.0));
-    let metadata =
-        HashMap::from([("check".to_string(), checksum(&tensors, &about)), ("about".to_string(), about)]);
-    let view = |(name, values)| {
-        let view = TensorView::new(Dtype::F32, vec![<Vec<f32>>::len(values)], bytemuck::cast_slice(values));
-        view.map(|view| (name, view))
-    };
-    let views = tensors.iter().map(|(name, values)| view((name, values))).collect::<Result<Vec<_>, _>>();
-    let views = views.map_err(|error| wrong(path, error))?;
-    let bytes = safetensors::serialize(views, Some(metadata)).map_err(|error| wrong(path, error))?;
-    write(path, &bytes)
+/// Writes the part of a checkpoint that is one of `format`.
+pub(super) fn write<'a>(
+    path: &Path,
+    format: &str,
+    about: &About,
+    tensors: impl IntoIterator<Item = &'a (String, &'a [f32])>,
+) -> Result<(), TrainError> {
+    let tensors = tensors.into_iter().map(|(name, values)| (name.as_str(), *values));
+    Ok(file::write(path, format, about, tensors)?)
 }
 
 /// What a file holds: vectors to take out, and its description.
 pub(super) struct Contents {
-    pub path: PathBuf,
+    path: PathBuf,
     about: About,
-    tensors: HashMap<String, Vec<f32>>,
+    tensors: BTreeMap<String, Vec<f32>>,
 }
 
 impl Contents {
-    /// Reads what [`write_tensors`] wrote, and nothing else.
-    pub fn read(path: PathBuf) -> Result<Self, TrainError> {
-        let bytes = fs::read(&path).map_err(|error| wrong(&path, error))?;
-        let damaged = |_| wrong(&path, "is damaged: it is no safetensors file");
-        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(damaged)?;
-        let metadata =
-            header.metadata().as_ref().ok_or_else(|| wrong(&path, "is not a checkpoint of a training"))?;
-        let (Some(about), Some(check)) = (metadata.get("about"), metadata.get("check")) else {
-            return Err(wrong(&path, "is not a checkpoint of a training"));
-        };
-        let parsed = SafeTensors::deserialize(&bytes).map_err(damaged)?;
-        let mut tensors: Tensors = Vec::new();
-        for (name, view) in parsed.tensors() {
-            if view.dtype() != Dtype::F32 {
-                return Err(wrong(&path, format!("{name} is not made of 32-bit numbers")));
-            }
-            let values = view
-                .data()
-                .chunks_exact(4)
-                .map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]]));
-            tensors.push((name, values.collect()));
-        }
-        tensors.sort_by(|a, b| a.0.cmp(&b.0));
-        if checksum(&tensors, about) != *check {
-            return Err(wrong(&path, "is damaged: its checksum is wrong"));
-        }
-        let about = serde_json::from_str(about)
-            .map_err(|_| wrong(&path, "is damaged: its description cannot be read"))?;
-        Ok(Contents { path, about, tensors: tensors.into_iter().collect() })
+    /// Reads what [`write`] wrote, and nothing else.
+    pub fn read(path: PathBuf, format: &str) -> Result<Self, TrainError> {
+        let Content { about, tensors } = file::read(&path, format)?;
+        Ok(Contents { path, about, tensors })
     }
 
     /// What is wrong with this file.
     pub fn wrong(&self, why: impl ToString) -> TrainError {
         wrong(&self.path, why)
+    }
+
+    /// Its whole description.
+    pub fn about(&self) -> &About {
+        &self.about
     }
 
     /// An entry of its description.
@@ -194,7 +146,7 @@ impl Contents {
 
     /// Refuses vectors that nobody took.
     pub fn check_empty(&self) -> Result<(), TrainError> {
-        match self.tensors.keys().min() {
+        match self.tensors.keys().next() {
             None => Ok(()),
             Some(name) => Err(self.wrong(format!("has {name}, which is not of this model"))),
         }

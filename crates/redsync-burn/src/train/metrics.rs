@@ -4,6 +4,7 @@
 use super::events::Events;
 use super::seconds::milliseconds;
 use super::{Seconds, TrainError};
+use redsync_engine::file::replace;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -183,8 +184,7 @@ impl Metrics {
             )));
         }
         let kept: String = old.split_inclusive('\n').filter(|line| is_before(line, run)).collect();
-        let part = self.dir.join("metrics.jsonl.part");
-        std::fs::write(&part, kept).and_then(|()| std::fs::rename(&part, &path)).map_err(failed)?;
+        replace(&path, |file| file.write_all(kept.as_bytes())).map_err(failed)?;
         let lines = OpenOptions::new().append(true).open(&path).map_err(failed)?;
         self.files = Some((lines, Events::new(&self.dir)?));
         Ok(())

@@ -31,6 +31,7 @@ use crate::net::UnknownModel;
 use redsync_comm::CommError;
 use redsync_data::{DataError, OrderError};
 use redsync_engine::SyncError;
+use redsync_engine::file::FileError;
 use std::path::PathBuf;
 
 /// Why a training ended early.
@@ -64,7 +65,10 @@ pub enum TrainError {
         /// What is wrong.
         why: String,
     },
-    /// A file that cannot be written.
+    /// A file of a checkpoint that cannot be written or read.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Another file that cannot be written.
     #[error("cannot write {path}: {source}")]
     Write {
         /// The file.

@@ -96,13 +96,14 @@ impl Descent {
     }
 
     /// Before a step: layers that have become sparse take their momentum along.
-    pub fn hand_over(&mut self, sync: &Synchronizer) {
+    pub fn hand_over(&mut self, sync: &Synchronizer) -> Result<(), TrainError> {
         for (layer, buffer) in self.buffers.iter_mut().enumerate() {
             if sync.is_sparse(layer) && !buffer.is_empty() {
-                sync.adopt_momentum(layer, buffer);
+                sync.adopt_momentum(layer, buffer)?;
                 *buffer = Vec::new();
             }
         }
+        Ok(())
     }
 }
 

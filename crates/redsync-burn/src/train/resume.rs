@@ -2,11 +2,13 @@
 //! What must hold: a run goes on to the bits of one that never stopped; with another number of ranks it goes on with the same
 //! weights, statistics and rows. What is of another run is refused, and what differs is named.
 
-use super::checkpoint::{self, About, Contents, Tensors};
+use super::checkpoint::{self, Contents, MODEL, WORKER};
 use super::ranks::Op;
 use super::task::{Seat, Task};
 use super::trainer::Trainer;
 use super::{Settings, TrainError};
+use redsync_engine::file::About;
+use redsync_engine::state::{Identity, difference};
 use std::path::{Path, PathBuf};
 
 /// A checkpoint to go on from: its place, and the file that is the same for all ranks, read and found to be of this run.
@@ -27,7 +29,7 @@ pub(super) fn find(settings: &Settings, ranks: usize) -> Result<Option<Kept>, Tr
     let Some(dir) = &settings.checkpoint_dir else { return Ok(None) };
     match (checkpoint::latest(dir)?, settings.resume) {
         (Some(place), true) => {
-            let model = Contents::read(place.join(checkpoint::MODEL_FILE))?;
+            let model = Contents::read(place.join(checkpoint::MODEL_FILE), MODEL)?;
             check_identity(settings, ranks, &model)?;
             Ok(Some(Kept { place, model }))
         }
@@ -40,12 +42,12 @@ pub(super) fn find(settings: &Settings, ranks: usize) -> Result<Option<Kept>, Tr
     }
 }
 
-/// What must be the same for a run to go on as if it had never stopped; the first that differs is named, and another model or other
-/// data bring other values of their own. Which layers are compressed, and how, the synchronizer compares.
-fn identity(settings: &Settings, ranks: usize) -> Vec<(&'static str, String)> {
+/// What must be the same on all ranks, and for a run to go on as if it had never stopped. The first that differs is named, and
+/// another model or other data bring other values of their own. Which layers are compressed, and how, the synchronizer compares.
+pub(super) fn identity(settings: &Settings, ranks: usize) -> Identity {
     let s = settings;
     let limit = |limit: Option<usize>| limit.map_or("none".into(), |limit| limit.to_string());
-    vec![
+    [
         ("model", s.model.clone()),
         ("data", s.data.clone()),
         ("method", s.method.name().into()),
@@ -67,16 +69,16 @@ fn identity(settings: &Settings, ranks: usize) -> Vec<(&'static str, String)> {
         ("train-limit", limit(s.train_limit)),
         ("test-limit", limit(s.test_limit)),
     ]
+    .map(|(name, value)| (name.to_string(), value))
+    .into()
 }
 
 fn check_identity(settings: &Settings, ranks: usize, model: &Contents) -> Result<(), TrainError> {
-    for (key, is) in identity(settings, ranks) {
-        let was = model.text(key)?;
-        if was != is {
-            return Err(model.wrong(format!("is of another run: {key} was {was}, is {is}")));
-        }
+    let was: Identity = model.about().iter().map(|(key, value)| (key.clone(), value.clone())).collect();
+    match difference(&was, &identity(settings, ranks)) {
+        None => Ok(()),
+        Some(difference) => Err(model.wrong(format!("is of another run: {difference}"))),
     }
-    Ok(())
 }
 
 /// A description.
@@ -107,11 +109,12 @@ impl<T: Task> Trainer<'_, T> {
     }
 
     fn write_model(&self, place: &Path, hash: u64) -> Result<(), TrainError> {
-        let mut tensors: Tensors = Vec::new();
+        let mut tensors = Vec::new();
         for (number, layer) in self.sync.layers().iter().enumerate() {
-            tensors.push((layer.name.clone(), self.weights.values(number).to_vec()));
-            if !self.descent.buffers[number].is_empty() {
-                tensors.push((format!("momentum/{}", layer.name), self.descent.buffers[number].clone()));
+            tensors.push((layer.name.clone(), self.weights.values(number)));
+            let momentum = &self.descent.buffers[number][..];
+            if !momentum.is_empty() {
+                tensors.push((format!("momentum/{}", layer.name), momentum));
             }
         }
         let (factor, best) = self.pace.plateau;
@@ -124,9 +127,8 @@ impl<T: Task> Trainer<'_, T> {
             ("records", checkpoint::write_epochs(&self.records)),
             ("seconds", serde_json::json!(self.seconds).to_string()),
         ]);
-        let identity = identity(self.settings, self.ranks.seat().ranks);
-        about.extend(identity.into_iter().map(|(key, value)| (key.to_string(), value)));
-        checkpoint::write_tensors(&place.join(checkpoint::MODEL_FILE), tensors, &about)
+        about.extend(identity(self.settings, self.ranks.seat().ranks));
+        checkpoint::write(&place.join(checkpoint::MODEL_FILE), MODEL, &about, &tensors)
     }
 
     fn write_worker(&mut self, place: &Path, hash: u64) -> Result<(), TrainError> {
@@ -141,12 +143,12 @@ impl<T: Task> Trainer<'_, T> {
             ("epoch-seconds", self.epoch.seconds.total.to_string()),
             ("bytes-sent", self.bytes_sent.to_string()),
         ]);
-        let mut tensors: Tensors = Vec::new();
+        let mut tensors: Vec<(String, &[f32])> = Vec::new();
         for (number, buffer) in self.buffers.iter().enumerate() {
-            tensors.push((format!("running/{number}"), buffer.clone()));
+            tensors.push((format!("running/{number}"), buffer));
         }
-        tensors.extend(self.task.rows().into_iter().map(|(name, values)| (name, values.to_vec())));
-        checkpoint::write_tensors(&checkpoint::worker_file(place, rank), tensors, &about)
+        tensors.extend(self.task.rows().into_iter().map(|(name, values)| (name, &*values)));
+        checkpoint::write(&checkpoint::worker_file(place, rank), WORKER, &about, &tensors)
     }
 
     /// Goes on from a checkpoint.
@@ -184,7 +186,7 @@ impl<T: Task> Trainer<'_, T> {
     /// of all ranks, one behind the other, those that are its own.
     fn resume_worker(&mut self, place: &Path, model: &Contents) -> Result<(), TrainError> {
         let (Seat { rank, ranks }, batch) = (self.ranks.seat(), self.settings.batch_size);
-        let first = Contents::read(checkpoint::worker_file(place, 0))?;
+        let first = Contents::read(checkpoint::worker_file(place, 0), WORKER)?;
         let (old_ranks, old_batch): (usize, usize) = (first.number("ranks")?, first.number("batch")?);
         if old_ranks == 0 || old_batch == 0 || old_ranks.checked_mul(old_batch) != Some(ranks * batch) {
             return Err(first.wrong("is of another number of workers than it says"));
@@ -225,12 +227,12 @@ impl<T: Task> Trainer<'_, T> {
 
 /// This rank's file, of which the first one is read already.
 fn own_or_first(first: Contents, place: &Path, rank: usize) -> Result<Contents, TrainError> {
-    if rank == 0 { Ok(first) } else { Contents::read(checkpoint::worker_file(place, rank)) }
+    if rank == 0 { Ok(first) } else { Contents::read(checkpoint::worker_file(place, rank), WORKER) }
 }
 
 /// The files of all ranks, of which the first one is read already.
 fn all_of_them(first: Contents, place: &Path, ranks: usize) -> Result<Vec<Contents>, TrainError> {
-    let rest = (1..ranks).map(|rank| Contents::read(checkpoint::worker_file(place, rank)));
+    let rest = (1..ranks).map(|rank| Contents::read(checkpoint::worker_file(place, rank), WORKER));
     std::iter::once(Ok(first)).chain(rest).collect()
 }
 

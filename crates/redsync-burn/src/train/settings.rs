@@ -2,7 +2,7 @@
 
 use super::{Optimizer, Schedule, TrainError};
 use redsync_data::{DataSet, Places};
-use redsync_engine::{Config, Figures, Method, Mode, Preset};
+use redsync_engine::{Config, Figures, Method, Preset};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -127,7 +127,7 @@ impl Settings {
             model: model.into(),
             data: data.into(),
             method: Method::RgcAsq,
-            preset: Preset::Auto,
+            preset: Preset::Carried,
             density: 0.001,
             dense_below: Config::default().dense_below,
             auto: false,
@@ -162,7 +162,6 @@ impl Settings {
 
     /// What the synchronizer is told.
     pub(super) fn config(&self, steps_per_epoch: u64) -> Config {
-        let recurrent = self.model.starts_with("lstm") || self.clip.is_some();
         Config {
             method: self.method,
             preset: self.preset,
@@ -172,7 +171,7 @@ impl Settings {
             momentum: self.optimizer.momentum(self.momentum),
             masking: self.masking,
             bf16: self.bf16,
-            mode: if recurrent { Mode::Rnn { clip: self.clip } } else { Mode::Cnn },
+            clip: self.clip,
             deadline: self.deadline,
             threads: self.threads,
             ..Config::default()

@@ -54,18 +54,19 @@ pub fn train_network(
     observer: &mut dyn Observer,
     stop: &AtomicBool,
 ) -> Result<Ended, TrainError> {
-    settings.check()?;
     let seat = Seat { rank: comm.rank(), ranks: comm.size() };
-    match data {
+    let trained = settings.check().and_then(|()| match data {
         DataSet::Images(set) => {
             let net = architecture.classifier(&settings.model, set.shape, set.classes)?;
-            run(Images::new(set, net, settings, seat)?, settings, comm, observer, stop)
+            run(Images::new(set, net, settings, seat)?, settings, comm.clone(), observer, stop)
         }
         DataSet::Text(text) => {
             let net = architecture.language(&settings.model, text.vocabulary)?;
-            run(Words::new(text, net, settings, seat)?, settings, comm, observer, stop)
+            run(Words::new(text, net, settings, seat)?, settings, comm.clone(), observer, stop)
         }
-    }
+    });
+    // Nobody has to wait for a rank that will not come; where others are the cause, they have said so first.
+    trained.inspect_err(|error| comm.give_up(&error.to_string()))
 }
 
 fn run<T: Task>(
@@ -129,6 +130,7 @@ fn config(
     kept: Option<&Kept>,
 ) -> Result<Config, TrainError> {
     let mut config = settings.config(steps_per_epoch);
+    config.agree = resume::identity(settings, comm.size());
     if settings.auto && settings.method != Method::Sgd {
         match (kept, &settings.figures) {
             (Some(kept), _) => config.dense_below = kept.dense_below()?,
@@ -214,7 +216,7 @@ impl<'a, T: Task> Trainer<'a, T> {
     ) -> Result<bool, TrainError> {
         let step = self.sync.step();
         let rate = self.pace.at(step);
-        self.descent.hand_over(&self.sync);
+        self.descent.hand_over(&self.sync)?;
         let begin = Instant::now();
         let failure = Arc::new(Mutex::new(None));
         let loss = self.forward(epoch, at, self.on_gradient(&failure));

@@ -178,13 +178,12 @@ fn work(
 ) -> Result<Ended> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(settings.threads).build()?;
     let first = comm.rank() == 0;
-    let ended = pool.install(|| {
+    pool.install(|| {
         let mut teller = first.then(|| Teller::new(out, settings.resume));
         let mut nobody = ();
         let observer: &mut dyn Observer = teller.as_mut().map_or(&mut nobody, |teller| teller);
-        train(settings, data, comm, observer, stop)
-    })?;
-    Ok(ended)
+        Ok(train(settings, data, comm, observer, stop)?)
+    })
 }
 
 /// Set by Ctrl-C; a second Ctrl-C ends the program at once.

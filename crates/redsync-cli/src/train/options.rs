@@ -3,6 +3,7 @@
 use crate::usage;
 use anyhow::{Context, Result};
 use clap::{Args, CommandFactory, Parser};
+use redsync_burn::net::Architecture;
 use redsync_burn::train::{Optimizer, Schedule, Settings, WarmUp};
 use redsync_data::Places;
 use redsync_engine::{Method, Preset, nearest};
@@ -168,7 +169,7 @@ impl Options {
     /// The settings of a training with these options.
     pub fn settings(&self) -> Result<Settings> {
         let mut s = Settings::for_model(self.model.as_deref().unwrap_or("digits-cnn"));
-        redsync_burn::net::Architecture::named(&s.model).map_err(|error| usage(error.to_string()))?;
+        let network = Architecture::named(&s.model).map_err(|error| usage(error.to_string()))?;
         macro_rules! set {
             ($($field:ident)*) => { $(if let Some(value) = &self.$field { s.$field = value.clone(); })* };
         }
@@ -180,7 +181,7 @@ impl Options {
             s.clip = (clip != 0.0).then_some(clip);
         }
         if self.paper == Some(true) {
-            s.preset = Preset::Paper;
+            s.preset = Preset::Paper { recurrent: matches!(network, Architecture::Lstm(_)) };
         }
         if let Some(seconds) = self.deadline {
             let valid = Duration::try_from_secs_f64(seconds).ok().filter(|_| seconds > 0.0);

@@ -15,7 +15,7 @@ pub enum Damage {
 }
 
 /// What stands before the version in what a rank says of itself.
-const VERSION_KEY: &[u8] = b"\"wire format\"";
+const VERSION_KEY: &[u8] = b"\"the wire format\"";
 
 impl Damage {
     fn apply(self, tag: Tag, mut message: Vec<u8>) -> Vec<u8> {
@@ -78,8 +78,17 @@ impl Communicator for Damaging {
         self.inner.allreduce(tag, values)
     }
 
+    fn alltoall(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered> {
+        let messages = messages.into_iter().map(|message| self.damage.apply(tag, message));
+        self.inner.alltoall(tag, messages.collect())
+    }
+
     fn barrier(&self, tag: Tag) -> Pending<()> {
         self.inner.barrier(tag)
+    }
+
+    fn give_up(&self, reason: &str) {
+        self.inner.give_up(reason);
     }
 }
 
@@ -106,8 +115,11 @@ mod tests {
     fn only_the_version_is_another_one() {
         let said =
             |text: &str| String::from_utf8(Damage::OtherVersion.apply(STEP, text.into())).expect("text");
-        assert_eq!(said("[[\"wire format\",9],[\"density\",1]]"), "[[\"wire format\",10],[\"density\",1]]");
+        assert_eq!(
+            said("[[\"the wire format\",\"9\"],[\"density\",1]]"),
+            "[[\"the wire format\",\"10\"],[\"density\",1]]"
+        );
         assert_eq!(said("a frame with 1 number"), "a frame with 1 number");
-        assert_eq!(said("\"wire format\""), "\"wire format\"");
+        assert_eq!(said("\"the wire format\""), "\"the wire format\"");
     }
 }

@@ -17,7 +17,7 @@ use redsync_comm::Communicator;
 use redsync_core::Density;
 use redsync_engine::cost::Compute;
 use redsync_engine::models::Model;
-use redsync_engine::{Config, Figures, Method, Mode, Preset, Synchronizer};
+use redsync_engine::{Config, Figures, Method, Preset, Synchronizer};
 use report::Report;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -142,9 +142,9 @@ impl Sync {
     fn config(&self, recurrent: bool) -> Config {
         Config {
             method: self.method,
-            preset: if self.paper { Preset::Paper } else { Preset::Auto },
+            preset: if self.paper { Preset::Paper { recurrent } } else { Preset::Carried },
             density: self.density.fraction(),
-            mode: if recurrent { Mode::Rnn { clip: Some(0.25) } } else { Mode::Cnn },
+            clip: recurrent.then_some(0.25),
             deadline: Duration::from_secs_f64(self.deadline),
             ..Config::default()
         }
