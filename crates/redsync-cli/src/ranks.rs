@@ -83,7 +83,7 @@ fn tell(errors: &[(usize, anyhow::Error)]) -> Option<String> {
 /// Whether a rank only says that another one went.
 fn is_echo(error: &anyhow::Error) -> bool {
     let sync = match error.downcast_ref() {
-        Some(TrainError::Sync(error)) => Some(error),
+        Some(TrainError::Sync(error)) => Some(&**error),
         _ => error.downcast_ref(),
     };
     let went = |cause: &CommError| matches!(cause, CommError::Left { .. } | CommError::GaveUp { .. });

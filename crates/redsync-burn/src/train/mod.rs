@@ -48,7 +48,7 @@ pub enum TrainError {
     Order(#[from] OrderError),
     /// The exchange of gradients.
     #[error(transparent)]
-    Sync(#[from] SyncError),
+    Sync(Box<SyncError>),
     /// Another collective.
     #[error("{what}: {source}")]
     Comm {
@@ -89,4 +89,10 @@ pub enum TrainError {
         /// The learning rate.
         rate: f32,
     },
+}
+
+impl From<SyncError> for TrainError {
+    fn from(error: SyncError) -> Self {
+        TrainError::Sync(Box::new(error))
+    }
 }
