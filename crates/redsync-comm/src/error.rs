@@ -52,6 +52,17 @@ pub enum CommError {
         blames: Vec<usize>,
     },
 
+    /// Ranks were cut off in the middle of this collective, and gave no sign of life afterwards.
+    #[error("{} gave no sign of life in {tag} ({reason})", names(.ranks))]
+    Lost {
+        /// The ranks that are gone; all survivors name the same.
+        ranks: Vec<usize>,
+        /// The collective that was under way.
+        tag: Tag,
+        /// How it was noticed.
+        reason: String,
+    },
+
     /// The engine underneath reported an error, or could not be started.
     #[error("{engine}: {reason}")]
     Engine {
@@ -75,6 +86,7 @@ impl CommError {
         match self {
             CommError::Mismatch { rank, .. } | CommError::Left { rank, .. } => vec![*rank],
             CommError::Deadline { missing, .. } => missing.clone(),
+            CommError::Lost { ranks, .. } => ranks.clone(),
             CommError::GaveUp { rank, blames, .. } if blames.is_empty() => vec![*rank],
             CommError::GaveUp { blames, .. } => blames.clone(),
             CommError::Engine { .. } | CommError::NotBuilt => Vec::new(),
@@ -87,6 +99,7 @@ impl CommError {
         let blames = match self {
             CommError::GaveUp { .. } => return self.clone().at(tag),
             CommError::Deadline { missing, .. } => missing.clone(),
+            CommError::Lost { ranks, .. } => ranks.clone(),
             CommError::Left { rank, .. } => vec![*rank],
             _ => Vec::new(),
         };
@@ -111,10 +124,17 @@ impl CommError {
 fn silence(missing: &[usize]) -> String {
     match missing {
         [] => "not finished".to_string(),
-        [rank] => format!("no answer from rank {rank}"),
+        ranks => format!("no answer from {}", names(ranks)),
+    }
+}
+
+fn names(ranks: &[usize]) -> String {
+    match ranks {
+        [] => "no rank".to_string(),
+        [rank] => format!("rank {rank}"),
         [first @ .., last] => {
             let first: Vec<String> = first.iter().map(usize::to_string).collect();
-            format!("no answer from ranks {} and {last}", first.join(", "))
+            format!("ranks {} and {last}", first.join(", "))
         }
     }
 }
@@ -162,6 +182,10 @@ mod tests {
         assert_eq!(followed.ranks(), [2]);
         let left = CommError::Left { rank: 3, tag: tag(1) };
         assert_eq!((left.ranks(), left.followed(0, tag(1)).ranks()), (vec![3], vec![3]));
+        let lost =
+            CommError::Lost { ranks: vec![1, 3], tag: tag(1), reason: "connection closed".to_string() };
+        assert_eq!(lost.to_string(), "ranks 1 and 3 gave no sign of life in step 3 op 1 (connection closed)");
+        assert_eq!((lost.ranks(), lost.followed(0, tag(1)).ranks()), (vec![1, 3], vec![1, 3]));
         let own = CommError::Engine { engine: "local", reason: "broken".to_string() };
         assert_eq!((own.ranks(), own.followed(1, tag(1)).ranks()), (vec![], vec![1]));
     }

@@ -1,4 +1,4 @@
-//! Rulings 10 to 19: what the selectors choose, against plain reference code.
+//! Rulings 9 to 15 and 17 to 19: what the selectors choose, against plain reference code.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;

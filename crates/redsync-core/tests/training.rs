@@ -1,4 +1,4 @@
-//! Rulings 1 to 7 and 21: what the ranks together do to the weights.
+//! Rulings 1 to 5, 7 and 21: what the ranks together do to the weights.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod common;

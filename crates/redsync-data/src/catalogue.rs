@@ -64,16 +64,8 @@ pub(crate) struct File<'a> {
 pub(crate) fn find(name: &str) -> Result<&'static Entry<'static>, DataError> {
     ALL.iter().find(|entry| entry.name == name).ok_or_else(|| DataError::UnknownName {
         name: name.into(),
-        nearest: nearest(name),
-        known: ALL.each_ref().map(|entry| entry.name).join(", "),
+        known: ALL.iter().map(|entry| entry.name).collect(),
     })
-}
-
-fn nearest(name: &str) -> &'static str {
-    let name = name.to_lowercase();
-    let mut names = ALL.each_ref().map(|entry| entry.name);
-    names.sort_by_key(|known| strsim::damerau_levenshtein(&name, known));
-    names[0]
 }
 
 /// All data sets. In each the files come in the order in which its reader wants them: training first.

@@ -3,20 +3,19 @@
 use std::io;
 use std::path::PathBuf;
 
+use redsync_names::nearest;
 use thiserror::Error;
 
 /// Why a data set was not opened.
 #[derive(Debug, Error)]
 pub enum DataError {
     /// No data set has this name.
-    #[error("there is no data set {name:?}; did you mean {nearest:?}? (known: {known})")]
+    #[error("unknown data set {name}: {}", nearest(.name, .known))]
     UnknownName {
         /// The name asked for.
         name: String,
-        /// The known name that is most like it.
-        nearest: &'static str,
         /// All known names.
-        known: String,
+        known: Vec<&'static str>,
     },
     /// The files are in none of the places.
     #[error("{name} was not found in {looked}: {advice}")]

@@ -34,7 +34,9 @@ pub use image::{Augment, Channel, ImageSet};
 pub use places::Places;
 pub use text::TextSet;
 
-use catalogue::{Format, Kind};
+use std::path::Path;
+
+use catalogue::{Files, Format, Kind};
 use fetch::Server;
 
 /// A data set that was opened.
@@ -67,30 +69,51 @@ pub fn open_with_progress(
     places: &Places,
     progress: &dyn Fn(u64, Option<u64>),
 ) -> Result<DataSet, DataError> {
-    open_from(name, places, progress, &Server::official())
+    open_from(name, places, progress, &Outside::real())
 }
 
-/// [`open_with_progress`], fetching from a server of the caller's choice.
+/// What the caller does not choose: directories that all share, and whom we fetch from. Tests bring their own.
+struct Outside<'a> {
+    shared: Vec<&'a Path>,
+    server: Server,
+}
+
+impl Outside<'_> {
+    fn real() -> Self {
+        Outside { shared: places::shared().into(), server: Server::official() }
+    }
+}
+
+/// [`open_with_progress`] in given surroundings.
 fn open_from(
     name: &str,
     places: &Places,
     progress: &dyn Fn(u64, Option<u64>),
-    server: &Server,
+    outside: &Outside,
 ) -> Result<DataSet, DataError> {
     let entry = catalogue::find(name)?;
-    let files = match &entry.kind {
-        Kind::Digits => return digits::load().map(DataSet::Images),
-        Kind::SyntheticImagenet => return Ok(DataSet::Images(synthetic::imagenet())),
-        Kind::Files(files) => files,
-    };
-    let found = match places.find(entry.name, files) {
+    match &entry.kind {
+        Kind::Digits => digits::load().map(DataSet::Images),
+        Kind::SyntheticImagenet => Ok(DataSet::Images(synthetic::imagenet())),
+        Kind::Files(files) => open_files(entry.name, files, places, progress, outside),
+    }
+}
+
+fn open_files(
+    name: &'static str,
+    files: &Files,
+    places: &Places,
+    progress: &dyn Fn(u64, Option<u64>),
+    outside: &Outside,
+) -> Result<DataSet, DataError> {
+    let found = match places.find(name, files, &outside.shared) {
         Ok(found) => found,
         Err(missing) if !places.download => return Err(missing),
-        Err(_) => fetch::fetch(files, &places.cache(entry.name)?, server, progress)?,
+        Err(_) => fetch::fetch(files, &places.cache(name)?, &outside.server, progress)?,
     };
     Ok(match files.format {
-        Format::Idx => DataSet::Images(idx::load(entry.name, &found)?),
-        Format::Cifar => DataSet::Images(cifar::load(entry.name, &found)?),
-        Format::Text => DataSet::Text(text::load(entry.name, &found)?),
+        Format::Idx => DataSet::Images(idx::load(name, &found)?),
+        Format::Cifar => DataSet::Images(cifar::load(name, &found)?),
+        Format::Text => DataSet::Text(text::load(name, &found)?),
     })
 }

@@ -1,11 +1,20 @@
 //! Where files may be: a name and its files come in, the paths of all files go out, or an error that says where we looked.
 //! What must hold: the files of a set come from one directory, never mixed from two.
 
+#[cfg(test)]
+mod tests;
+
 use std::env;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use crate::DataError;
 use crate::catalogue::{self, Files, Format};
+
+/// The usual places of the system, and the one of this directory.
+pub(crate) fn shared() -> [&'static Path; 3] {
+    ["/usr/share/datasets", "/usr/local/share/datasets", "data"].map(Path::new)
+}
 
 /// Where to look for data, and whether to fetch what is nowhere.
 ///
@@ -22,10 +31,15 @@ pub struct Places {
 }
 
 impl Places {
-    /// The files of a set, in the order of the catalogue.
-    pub(crate) fn find(&self, name: &'static str, files: &Files) -> Result<Vec<PathBuf>, DataError> {
+    /// The files of a set, in the order of the catalogue. `shared` are the directories of the system, outside of tests [`shared`].
+    pub(crate) fn find(
+        &self,
+        name: &'static str,
+        files: &Files,
+        shared: &[&Path],
+    ) -> Result<Vec<PathBuf>, DataError> {
         let mut looked = Vec::new();
-        for dir in self.directories(name) {
+        for dir in self.directories(name, shared) {
             match look(&dir, files) {
                 Look::Complete(found) => return Ok(found),
                 Look::Nothing => looked.push(dir.display().to_string()),
@@ -37,11 +51,11 @@ impl Places {
 
     /// Where fetched files of a set go.
     pub(crate) fn cache(&self, name: &str) -> Result<PathBuf, DataError> {
-        let base = self.cache_dir.clone().or_else(user_cache);
+        let base = self.cache_dir.clone().or_else(|| user_cache(|name| env::var_os(name)));
         base.map(|dir| dir.join("redsync").join(name)).ok_or_else(|| DataError::NoCache { name: name.into() })
     }
 
-    fn directories(&self, name: &str) -> Vec<PathBuf> {
+    fn directories(&self, name: &str, shared: &[&Path]) -> Vec<PathBuf> {
         let mut all = Vec::new();
         if let Some(dir) = &self.data_dir {
             all.push(dir.join(name));
@@ -51,9 +65,7 @@ impl Places {
                 all.push(dir.clone());
             }
         }
-        for shared in ["/usr/share/datasets", "/usr/local/share/datasets", "data"] {
-            all.push(Path::new(shared).join(name));
-        }
+        all.extend(shared.iter().map(|dir| dir.join(name)));
         all.extend(self.cache(name).ok());
         all
     }
@@ -93,8 +105,9 @@ fn advice(files: &Files) -> String {
     format!("{package}give --data-dir, or let it be fetched with --download")
 }
 
-/// The cache directory of the user. A relative `$XDG_CACHE_HOME` does not count, as its specification says.
-fn user_cache() -> Option<PathBuf> {
-    let absolute = |name| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+/// The cache directory of the user, by variables of the environment. A relative `$XDG_CACHE_HOME` does not count, as its
+/// specification says.
+fn user_cache(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))
 }

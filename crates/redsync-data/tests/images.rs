@@ -166,16 +166,18 @@ fn synthetic_imagenet_has_the_size_of_imagenet() {
 }
 
 #[test]
-fn an_unknown_name_is_answered_with_the_nearest() {
-    for (wrong, right) in [
-        ("cifar-10", "cifar10"),
-        ("MNIST", "mnist"),
-        ("fasion-mnist", "fashion-mnist"),
-        ("wikitext", "wikitext-2"),
+fn an_unknown_name_is_answered_with_the_nearest_or_with_all() {
+    let all = "known are digits, fashion-mnist, mnist, cifar10, ptb, wikitext-2, synthetic-imagenet";
+    for (wrong, advice) in [
+        ("cifar-10", "did you mean cifar10?"),
+        ("MNIST", "did you mean mnist?"),
+        ("fasion-mnist", "did you mean fashion-mnist?"),
+        ("wikitext", "did you mean wikitext-2?"),
+        ("imagenet", all),
+        ("", all),
     ] {
         let error = open(wrong, &Places::default()).unwrap_err();
-        assert!(matches!(&error, DataError::UnknownName { nearest, .. } if *nearest == right), "{error}");
-        let expected = format!("there is no data set {wrong:?}; did you mean {right:?}? (known: digits, ");
-        assert!(error.to_string().starts_with(&expected), "{error}");
+        assert!(matches!(&error, DataError::UnknownName { name, .. } if name == wrong), "{error}");
+        assert_eq!(error.to_string(), format!("unknown data set {wrong}: {advice}"));
     }
 }

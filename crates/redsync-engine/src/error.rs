@@ -1,8 +1,8 @@
 //! Everything that can end a synchronized step. Each text is one line that names rank, layer and cause as far as known.
 
 use crate::state::StateError;
+use crate::target::TargetError;
 use redsync_comm::CommError;
-use redsync_core::apply::ApplyError;
 use redsync_core::wire::{FrameError, MessageError};
 use redsync_core::{ConfigError, LayerError, Unfit};
 use std::path::PathBuf;
@@ -98,7 +98,7 @@ pub enum SyncError {
         /// The layer's name.
         layer: String,
         /// What is wrong.
-        why: ApplyError,
+        why: TargetError,
     },
     /// The replicas are no longer equal.
     #[error("replicas differ at step {step}: layer {layer} of rank {rank} is not that of rank 0")]

@@ -31,7 +31,7 @@ impl Model {
 
 /// The name asked for is none of [`NAMES`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown model {name}: {}", crate::nearest(.name, &NAMES))]
+#[error("unknown model {name}: {}", redsync_names::nearest(.name, &NAMES))]
 pub struct UnknownModel {
     /// The name asked for.
     pub name: String,

@@ -75,6 +75,11 @@ impl Tensor {
         (self.element == Element::U8).then(|| self.slice::<u8>())
     }
 
+    /// Its bytes to be written; None if it holds something else.
+    pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        (self.element == Element::U8).then(|| self.slice_mut::<u8>())
+    }
+
     /// Its elements, if they are f32.
     pub fn floats(&self) -> Option<&[f32]> {
         (self.element == Element::F32).then(|| self.slice::<f32>())

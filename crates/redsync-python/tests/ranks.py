@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,17 +24,20 @@ class Failed(Exception):
     """A rank raised something; the text is its traceback."""
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def _store(rank: int, ranks: int, ports: Any) -> dist.TCPStore:
+    """The store of a job: rank 0 holds it, at a port that the system gives it, so that no two jobs can meet."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+        for _ in range(1, ranks):
+            ports.put(store.port)
+        return store
+    return dist.TCPStore("127.0.0.1", ports.get(), ranks, is_master=False)
 
 
-def _child(rank: int, ranks: int, port: int, out: pathlib.Path, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _child(rank: int, ranks: int, ports: Any, out: pathlib.Path, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     try:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", store=_store(rank, ranks, ports), rank=rank, world_size=ranks)
         result = ("ok", run(*arguments))
     except BaseException as error:
         result = (type(error).__name__, f"{error}\n{traceback.format_exc()}")
@@ -53,8 +55,8 @@ def outcomes(
     `stopped` ranks do not end by themselves, and are killed when all others have.
     """
     with tempfile.TemporaryDirectory() as name:
-        out, port = pathlib.Path(name), _free_port()
-        children = [_processes.Process(target=_child, args=(rank, ranks, port, out, run, arguments)) for rank in range(ranks)]
+        out, ports = pathlib.Path(name), _processes.SimpleQueue()
+        children = [_processes.Process(target=_child, args=(rank, ranks, ports, out, run, arguments)) for rank in range(ranks)]
         for child in children:
             child.start()
         try:

@@ -3,7 +3,6 @@ scaled losses, half precision, other layouts of memory."""
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 
@@ -25,18 +24,24 @@ def assert_equal_runs(theirs, mine):
 
 
 def test_buckets_are_exchanged_while_the_backward_pass_goes_on():
-    """The first layer's backward waits until the last layer's bucket has been exchanged: without overlap it would wait in vain."""
+    """The first layer's backward waits until the last layer's bucket holds the average: without overlap it would wait in vain."""
 
     def run():
         model = ddp(mlp())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         attachment = redsync.attach(model, optimizer)
         step(model, optimizer, 0, VECTORS, 128)  # DDP builds its buckets anew after this one
-        exchanged = threading.Event()
-        landed = attachment._meter.exchanged
-        attachment._meter.exchanged = lambda flight: (landed(flight), exchanged.set())
         came = []
-        model.module[0].weight.register_hook(lambda _: came.append(exchanged.wait(30)))
+
+        def wait(_):
+            buffer = attachment._buckets[0][0]
+            until = time.monotonic() + 30
+            # Of a gradient of 65,536 numbers, the average of what was sent has a few hundred that are not zero.
+            while (averaged := int(buffer.count_nonzero()) < buffer.numel() // 2) is False and time.monotonic() < until:
+                time.sleep(0.001)
+            came.append(averaged)
+
+        model.module[0].weight.register_hook(wait)
         step(model, optimizer, 1, VECTORS, 128)
         return came
 
@@ -136,17 +141,16 @@ def test_a_parameter_without_gradient_is_named_by_ddp_at_once():
     def run():
         model = ddp(Branches())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        redsync.attach(model, optimizer, deadline=100.0)
-        begin = time.monotonic()
+        redsync.attach(model, optimizer, deadline=1000.0)
         try:
             for number in range(2):
                 branch_step(model, optimizer, number, "left")
         except RuntimeError as error:
-            return str(error), time.monotonic() - begin
-        return "", 0.0
+            return str(error)
 
-    for text, seconds in on_ranks(2, run):
-        assert "find_unused_parameters" in text and seconds < 50
+    # Who waited for the bucket would wait for the deadline, far beyond the limit of the ranks.
+    for text in on_ranks(2, run, limit=100):
+        assert "find_unused_parameters" in text
 
 
 class Checkpointed(nn.Module):
@@ -328,33 +332,6 @@ def test_one_rank_alone_trains():
         return [step(model, optimizer, number, VECTORS, 128) for number in range(3)]
 
     assert len(on_ranks(1, run)[0]) == 3
-
-
-def test_a_message_longer_than_expected_arrives_whole():
-    """The first guess is made too small: the rest comes in a second exchange, and the result is the same."""
-
-    def run(tight):
-        model = ddp(mlp())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        attachment = redsync.attach(model, optimizer, density=0.05, method="rgc")
-        start, rests = attachment._channel.start, []
-        if tight:
-
-            def tightened(key, kind, payload, expected, limit):
-                attachment._channel._capacities[key] = 96 + 8 * len(rests)
-                return start(key, kind, payload, 100, limit)
-
-            attachment._channel.start = tightened
-            rest = attachment._channel.finish_rest
-            attachment._channel.finish_rest = lambda some: (rests.append(sum(g.missing for g in some)), rest(some))
-        for number in range(4):
-            step(model, optimizer, number, VECTORS, 128)
-        return weights(model), rests
-
-    roomy, tight = on_ranks(2, run, False), on_ranks(2, run, True)
-    assert all(missing > 0 for missing in tight[0][1])
-    for (a, _), (b, _) in zip(roomy, tight):
-        assert all(torch.equal(x, y) for x, y in zip(a, b))
 
 
 def test_a_gradient_of_zeros_sends_an_empty_message():

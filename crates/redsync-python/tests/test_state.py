@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -10,7 +11,7 @@ import pytest
 import redsync
 import torch
 import torch.distributed as dist
-from models import VECTORS, ddp, mlp, step, weights
+from models import IMAGES, VECTORS, cnn, ddp, mlp, step, weights
 from ranks import on_ranks, outcomes
 
 
@@ -138,13 +139,18 @@ def test_a_state_is_plain_tensors():
     assert on_ranks(2, run) == [(True, ["0.weight", "2.weight", "4.weight"])] * 2
 
 
-def damaged(change):
+def damaged(change, seal=True):
+    """What is said of a state that was changed; with the checksum of the change, what else is wrong with it shows."""
+
     def run():
         parts = setup()
         train(parts, range(2))
         state = parts[3].state_dict()
         before = parts[3].state_dict()
         change(state)
+        if seal:
+            with contextlib.suppress(Exception):  # of what is no state there is no checksum
+                state["checksum"] = redsync.state._checksum(state)
         try:
             parts[3].load_state_dict(state)
         except redsync.Error as error:
@@ -164,15 +170,60 @@ def damaged(change):
         (lambda s: s.update(ranks=3), "pass the states of all 3 old ranks"),
         (lambda s: s["layers"].pop("0.weight"), "not in both: 0.weight"),
         (lambda s: s["layers"]["0.weight"].update(v=torch.zeros(3)), "0.weight: v of the state has another shape"),
-        (lambda s: s["layers"]["0.weight"]["u"].fill_(float("nan")), "or is not finite"),
+        (lambda s: s["layers"]["0.weight"]["u"].fill_(float("nan")), "0.weight: u of the state is not of finite numbers"),
         (lambda s: s["layers"]["2.weight"]["remembering"].fill_(-1), "2.weight: remembering of the state is none"),
-        (lambda s: s["layers"]["2.weight"]["momentum"][1].fill_(0), "has Nesterov momentum"),
-        (lambda s: s["layers"]["2.weight"].pop("u"), "2.weight: the optimizer has momentum, the state has none"),
+        (lambda s: s["layers"]["2.weight"]["remembering"].fill_(0x7FC00000), "2.weight: remembering of the state is none"),
+        (
+            lambda s: s["layers"]["2.weight"]["momentum"][1].fill_(0),
+            "2.weight: momentum cannot change from plain momentum 0.9 to Nesterov momentum 0.9",
+        ),
+        (
+            lambda s: s["layers"]["2.weight"].pop("u"),
+            "2.weight: momentum cannot change from no momentum to Nesterov momentum 0.9",
+        ),
+        (lambda s: s["identity"][1].__setitem__(1, "0.5"), "density was 0.5, is 0.001"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, says):
     for kind, text, same in on_ranks(2, damaged(change)):
-        assert kind == "UsageError" and says in text and same
+        assert kind == "UsageError" and says in text and same, text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.update(step=3),
+        lambda s: s["layers"]["0.weight"]["v"].view(-1)[7].add_(1e-3),
+        lambda s: s["layers"]["0.weight"]["momentum"][0].fill_(0.5),
+        lambda s: s["layers"]["2.weight"]["remembering"][1, 2].add_(1),
+        lambda s: s["identity"].pop(),
+        lambda s: s.pop("checksum"),
+    ],
+)
+def test_a_state_that_was_damaged_is_refused_and_changes_nothing(change):
+    for kind, text, same in on_ranks(2, damaged(change, seal=False)):
+        assert kind == "UsageError" and "its checksum is wrong" in text and same, text
+
+
+def test_a_state_does_not_depend_on_the_layout_of_memory():
+    """Saved with channels last, loaded with channels first: the same numbers at the same places."""
+
+    def run():
+        found = []
+        for memory_format in (torch.channels_last, torch.contiguous_format):
+            model = ddp(cnn().to(memory_format=memory_format))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            attachment = redsync.attach(model, optimizer)
+            if found:
+                attachment.load_state_dict(found[0])
+            else:
+                step(model, optimizer, 0, IMAGES, 10)
+            found.append(attachment.state_dict())
+            attachment.close()
+        first, second = (state["layers"]["4.weight"] for state in found)
+        return [torch.equal(first[key], second[key]) for key in "uv"], found[0]["checksum"] == found[1]["checksum"]
+
+    assert on_ranks(2, run) == [([True, True], True)] * 2
 
 
 def test_one_rank_with_a_bad_state_stops_all():

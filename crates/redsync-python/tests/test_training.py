@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redsync
 import torch
-from models import IMAGES, VECTORS, cnn, ddp, mlp, step, weights
+from models import IMAGES, VECTORS, batch, cnn, ddp, mlp, step, weights
 from ranks import on_ranks
 
 LOSSLESS = {"density": 1.0, "method": "rgc", "masking": False, "dense_below": 0}
@@ -147,3 +147,52 @@ def test_a_ramp_sends_less_and_less():
     (densities, one), (_, other) = on_ranks(2, run)
     assert one == other
     assert densities[::2] == pytest.approx([0.25, 0.0625, 0.015625, 0.004, 0.001], rel=0.02)
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_clipping_happens_before_accumulation(warmup):
+    """Each rank brings the norm of its gradients, which carry 1/N, down to its share of the limit; a dense warm-up clips the average."""
+    limit = 0.05
+
+    def dense():
+        model = ddp(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ranks = torch.distributed.get_world_size()
+        for number in range(6):
+            inputs, labels = batch(number, VECTORS, 128)
+            optimizer.zero_grad()
+            with model.no_sync():
+                torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            gradients = [p.grad for p in model.parameters()]
+            if number >= warmup:
+                for gradient in gradients:
+                    gradient.div_(ranks)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), limit / ranks**0.5)
+            for gradient in gradients:
+                torch.distributed.all_reduce(gradient)
+            if number < warmup:
+                for gradient in gradients:
+                    gradient.div_(ranks)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+        return weights(model)
+
+    def ours():
+        return train(6, 0.0, False, {**LOSSLESS, "clip": limit, "warmup": warmup}, mlp, VECTORS, 128)[1]
+
+    for theirs, mine in zip(on_ranks(2, dense), on_ranks(2, ours)):
+        for a, b in zip(theirs, mine):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_measured_plan_is_the_same_on_all_ranks_and_trains():
+    def run():
+        model = ddp(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        attachment = redsync.attach(model, optimizer, plan="measured")
+        for number in range(3):
+            step(model, optimizer, number, VECTORS, 128)
+        return [layer.choice for layer in attachment.stats().layers], attachment.check_replicas()
+
+    one, other = on_ranks(2, run)
+    assert one == other and set(one[0]) <= {"dense", "carried", "carried+asq"}

@@ -38,7 +38,7 @@ def attach(make_model=lambda: ddp(mlp()), make_optimizer=sgd, **settings):
         ({"density": 0.0}, "density 0 is not above 0 and at most 1"),
         ({"density": 1.5}, "density 1.5"),
         ({"method": "topk"}, "choose one of sgd, rgc, rgc+asq, rgc-naive"),
-        ({"plan": "best"}, "choose auto, paper"),
+        ({"plan": "best"}, "choose carried, measured, paper"),
         ({"plan": {"9.weight": "dense"}}, "9.weight, which the model does not have"),
         ({"plan": {"0.weight": "some"}}, "0.weight: choose dense, or one of exact"),
         ({"plan": {"4.weight": "carried+asq"}}, "4.weight is the output, which is never quantized"),
@@ -47,6 +47,8 @@ def attach(make_model=lambda: ddp(mlp()), make_optimizer=sgd, **settings):
         ({"warmup": 0.5}, "a warmup of 0.5 is none: give a number of steps"),
         ({"warmup": -1}, "a warmup of -1 is none"),
         ({"density": "some"}, "density"),
+        ({"clip": -1.0}, "gradients cannot be clipped to the norm -1"),
+        ({"clip": "much"}, "clip"),
         ({"deadline": 0}, "deadline"),
     ],
 )
@@ -129,7 +131,8 @@ def test_step_with_a_closure_is_refused():
     [
         (lambda rank: {"density": 0.001 * (1 + rank)}, "density is 0.002 there, 0.001 here"),
         (lambda rank: {"method": ["rgc", "rgc+asq"][rank]}, "method is rgc+asq there, rgc here"),
-        (lambda rank: {"warmup": rank}, "warm_up is"),
+        (lambda rank: {"warmup": rank}, "warm-up is 1 dense steps there, 0 dense steps here"),
+        (lambda rank: {"clip": [None, 0.5][rank]}, "clip is 0.5 there, none here"),
         (
             lambda rank: {"plan": [{}, {"0.weight": "dense"}][rank]},
             "the choice for 0.weight is dense there, carried+asq here",

@@ -1,4 +1,4 @@
-//! Fetching from a real server on this machine: sets made up here, and the published ones where they are found.
+//! Fetching from a real server on this machine: sets made up here, and, when asked for with `--ignored`, the published ones.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Cursor};
@@ -15,7 +15,7 @@ use zip::write::SimpleFileOptions;
 
 use super::*;
 use crate::catalogue::{Format, Kind};
-use crate::{DataSet, Places, open, open_from};
+use crate::{DataSet, Outside, Places, open, open_files, open_from};
 
 /// An HTTP server that gives fixed answers and ends with the test.
 struct Host {
@@ -281,37 +281,103 @@ fn opening_fetches_only_if_told_to_and_fails_with_the_address() {
     let host = Host::new([("train-images-idx3-ubyte.gz".to_string(), whole(&gzip(b"not the images")))]);
     let cache = tempfile::tempdir().unwrap();
     let cached = |download| Places { download, cache_dir: Some(cache.path().into()), ..Places::default() };
-    if open("mnist", &cached(false)).is_ok() {
-        return eprintln!("skipped: mnist is installed on this machine");
-    }
-    let error = open_from("mnist", &cached(false), &|_, _| (), &host.server()).unwrap_err();
+    let outside = Outside { shared: Vec::new(), server: host.server() };
+    let error = open_from("mnist", &cached(false), &|_, _| (), &outside).unwrap_err();
     assert!(matches!(error, DataError::NotFound { name: "mnist", .. }), "{error}");
-    let error = open_from("mnist", &cached(true), &|_, _| (), &host.server()).unwrap_err().to_string();
+    let error = open_from("mnist", &cached(true), &|_, _| (), &outside).unwrap_err().to_string();
     assert!(error.ends_with("train-images-idx3-ubyte has 14 bytes, expected 47040016"), "{error}");
     assert_eq!(fs::read_dir(cache.path().join("redsync/mnist")).unwrap().count(), 0);
 }
 
-/// The published checksums, against real files. Where these are can be said with `REDSYNC_DATA_DIR`.
+/// Two images of 28x28 with their labels, as the four idx files.
+fn idx_files() -> [(&'static str, Vec<u8>); 4] {
+    let images = [&[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 28, 0, 0, 0, 28], &[5; 2 * 784][..]].concat();
+    let labels = vec![0, 0, 8, 1, 0, 0, 0, 2, 3, 4];
+    [("a", images.clone()), ("b", labels.clone()), ("c", images), ("d", labels)]
+}
+
+fn text_files() -> [(&'static str, Vec<u8>); 3] {
+    [("a", b"one two\n".to_vec()), ("b", b"two\n".to_vec()), ("c", b"one\n".to_vec())]
+}
+
+/// Fetches and opens a made-up set, and opens it again when the server is gone.
+fn open_twice(format: Format, packing: Packing, contents: &[(&'static str, Vec<u8>)]) -> DataSet {
+    let source = tempfile::tempdir().unwrap();
+    let paths: Vec<_> = contents.iter().map(|(name, _)| source.path().join(name)).collect();
+    contents.iter().zip(&paths).for_each(|((_, bytes), path)| fs::write(path, bytes).unwrap());
+    let files: Vec<_> = contents.iter().map(|(name, bytes)| file(name, bytes)).collect();
+    let set = Files { format, files: &files, base: "", packing, package: None };
+    let host = Host::new(publish(&set, &paths));
+    let outside = Outside { shared: Vec::new(), server: host.server() };
+    let cache = tempfile::tempdir().unwrap();
+    let places = Places { data_dir: None, download: true, cache_dir: Some(cache.path().into()) };
+    open_files("made-up", &set, &places, &|_, _| (), &outside).unwrap();
+    drop(host);
+    let counted = |_, _| panic!("what is in the cache is not fetched");
+    open_files("made-up", &set, &places, &counted, &outside).unwrap()
+}
+
 #[test]
-fn published_sets_can_be_fetched() {
-    let places = Places { data_dir: env::var_os("REDSYNC_DATA_DIR").map(PathBuf::from), ..Places::default() };
-    for entry in &catalogue::ALL {
-        let Kind::Files(set) = &entry.kind else { continue };
-        let Ok(found) = places.find(entry.name, set) else {
-            eprintln!("skipped: {} is not on this machine", entry.name);
-            continue;
-        };
-        let host = Host::new(publish(set, &found));
-        let cache = tempfile::tempdir().unwrap();
-        let into = cache.path().join(entry.name);
-        let fetched = fetch(set, &into, &host.server(), &|_, _| ()).unwrap();
-        let again = Places { data_dir: Some(cache.path().into()), ..Places::default() };
-        assert_eq!(again.find(entry.name, set).unwrap(), fetched);
-        match open(entry.name, &again).unwrap() {
-            DataSet::Images(images) => assert!(images.train_len() >= 50_000 && images.test_len() == 10_000),
-            DataSet::Text(text) => assert!(text.vocabulary >= 10_000),
+fn what_was_fetched_is_opened_and_found_again_without_a_server() {
+    match open_twice(Format::Idx, Packing::Gzip, &idx_files()) {
+        DataSet::Images(images) => assert_eq!((images.train_len(), images.test_len()), (2, 2)),
+        DataSet::Text(_) => panic!("text"),
+    }
+    for packing in [TAR, ZIP] {
+        match open_twice(Format::Text, packing, &text_files()) {
+            DataSet::Text(text) => assert_eq!(text.words, ["one", "two", "<eos>"]),
+            DataSet::Images(_) => panic!("images"),
         }
     }
+}
+
+/// The published checksums, against real files. Where these are can be said with `REDSYNC_DATA_DIR`.
+fn check_published(name: &str) {
+    let entry = catalogue::find(name).unwrap();
+    let Kind::Files(set) = &entry.kind else { panic!("{name} has no files") };
+    let places = Places { data_dir: env::var_os("REDSYNC_DATA_DIR").map(PathBuf::from), ..Places::default() };
+    let found =
+        places.find(entry.name, set, &Outside::real().shared).unwrap_or_else(|error| panic!("{error}"));
+    let host = Host::new(publish(set, &found));
+    let cache = tempfile::tempdir().unwrap();
+    let into = cache.path().join(name);
+    let fetched = fetch(set, &into, &host.server(), &|_, _| ()).unwrap();
+    let again = Places { data_dir: Some(cache.path().into()), ..Places::default() };
+    assert_eq!(again.find(entry.name, set, &[]).unwrap(), fetched);
+    match open(name, &again).unwrap() {
+        DataSet::Images(images) => assert!(images.train_len() >= 50_000 && images.test_len() == 10_000),
+        DataSet::Text(text) => assert!(text.vocabulary >= 10_000),
+    }
+}
+
+#[test]
+#[ignore = "needs the files of fashion-mnist"]
+fn published_fashion_mnist_can_be_fetched() {
+    check_published("fashion-mnist");
+}
+
+#[test]
+#[ignore = "needs the files of mnist"]
+fn published_mnist_can_be_fetched() {
+    check_published("mnist");
+}
+
+#[test]
+#[ignore = "needs the files of cifar10"]
+fn published_cifar10_can_be_fetched() {
+    check_published("cifar10");
+}
+
+#[test]
+#[ignore = "needs the files of ptb"]
+fn published_ptb_can_be_fetched() {
+    check_published("ptb");
+}
+
+#[test]
+#[ignore = "needs the files of wikitext-2"]
+fn published_wikitext_2_can_be_fetched() {
+    check_published("wikitext-2");
 }
 
 /// The answers of a server that holds these files.

@@ -1,10 +1,11 @@
 """One call on a DDP model: `attach`, and the `Attachment` that it returns.
 
-The walk of a gradient. The backward pass fills a bucket of DDP, whose hook is ours. The hook hands the bucket to the exchange
-(`exchange.py`) and returns a future; compression and collectives go on in two threads. When the backward pass ends, it waits
-for what is left and raises what went wrong. By then each ``p.grad`` holds the average: all of it for a dense layer; for a
-compressed one what all ranks sent of their residuals, momentum included. ``optimizer.step()`` applies momentum to dense layers
-only (`optimizer.py`).
+The walk of a gradient. The backward pass fills a bucket of DDP, whose hook is ours. The hook submits the bucket's parameters to
+the engine and returns a future; compression and exchange go on in the engine's threads, over a process group of their own
+(`_redsync.Group`). The engine writes each averaged gradient where the local one was. When the backward pass ends, it waits for
+what is left and raises what went wrong. By then each ``p.grad`` holds the average: all of it for a dense layer; for a compressed
+one what all ranks sent of their residuals, momentum included. ``optimizer.step()`` applies momentum to dense layers only
+(`optimizer.py`).
 
 What must hold: everything that decides about messages is the same on all ranks, and is compared when they attach; state is
 kept by parameter, never by bucket, which DDP builds anew.
@@ -14,13 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import operator
-import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,15 +27,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _redsync
-from .channel import Broken, Channel
-from .errors import Error, MismatchError, PeerError, UsageError
-from .exchange import Bucket, Exchange, Part, Step
+from . import _redsync, state
+from .errors import Error, UsageError
 from .optimizer import Steps, check_optimizer
 from .staging import Staging
-from .state import FORMAT, check_layer, flat_like, momentum_of, reshare, restore_layer, save_layer
-from .stats import Meter, Stats
-from .watch import Watch
+from .stats import LayerStats, Stats
 
 log = logging.getLogger("redsync")
 
@@ -56,7 +51,8 @@ def attach(
     density: float = 0.001,
     method: Method = "rgc+asq",
     warmup: Warmup = 0,
-    plan: str | Mapping[str, str] = "auto",
+    clip: float | None = None,
+    plan: str | Mapping[str, str] = "carried",
     output: str | None = None,
     dense_below: int = 128 << 10,
     masking: bool = True,
@@ -82,8 +78,13 @@ def attach(
             ``rgc-naive`` (full selection, for comparison) or ``sgd`` (nothing is compressed).
         warmup: steps at the start during which everything is dense; or ``("ramp", n)`` for n steps each at 25, 6.25, 1.5625
             and 0.4%. Momentum carries over.
-        plan: ``auto`` (carried threshold, Rice-coded indices), ``paper`` (trimmed selection, plain indices), or a choice
-            for some parameters by name: ``dense``, or ``carried``, ``trimmed``, ``threshold``, ``exact``, with ``+asq`` or not.
+        clip: the largest norm of all gradients together, each rank's share of it, before they are accumulated; while everything is
+            dense, of the averaged gradients. The first gradient then waits for the last. Clipping ``p.grad`` after the backward
+            pass, as usual, clips what was exchanged instead.
+        plan: ``carried`` (carried threshold, Rice-coded indices; ``auto`` is an older name of it), ``measured`` (the same, but
+            machines and network are measured first, for some seconds, and only what is then predicted to be faster is compressed),
+            ``paper`` (trimmed selection, plain indices), or a choice for some parameters by name: ``dense``, or ``carried``,
+            ``trimmed``, ``threshold``, ``exact``, with ``+asq`` or not.
         output: the name of the output layer's weight, which is never quantized; by default the last weight of the model.
         dense_below: parameters of fewer bytes in single precision stay dense, as do biases and normalization.
         masking: clear the momentum of what was sent.
@@ -116,19 +117,22 @@ def attach(
         raise UsageError("redsync is attached to this model already; DDP allows one communication hook per model")
     if not deadline > 0:
         raise UsageError(f"a deadline of {deadline} seconds is none")
-    preset, choices = (plan, {}) if isinstance(plan, str) else ("auto", dict(plan))
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    plan, choices = (plan, {}) if isinstance(plan, str) else ("carried", dict(plan))
     settings: dict[str, Any] = {
         "method": method,
-        "preset": preset,
-        "plan": choices,
+        "plan": plan,
+        "choices": choices,
         "density": density,
         "dense_below": dense_below,
         "masking": masking,
         "bf16": bf16,
         "warm_up": warmup,
+        "clip": clip,
+        "undo": scaler is not None,
+        "threads": threads,
     }
-    scaler = scaler if scaler is not None and scaler.is_enabled() else None
-    return Attachment(model, optimizer, settings, output, scaler, deadline, threads, log_every)
+    return Attachment(model, optimizer, settings, output, scaler, deadline, log_every)
 
 
 def _warm_up(warmup: Any) -> tuple[str, int]:
@@ -174,7 +178,7 @@ def _output(model: torch.nn.Module) -> str | None:
 
 
 class Attachment:
-    """What ties a model to its compressors. Made by `attach`."""
+    """What ties a model to the engine. Made by `attach`."""
 
     def __init__(
         self,
@@ -184,7 +188,6 @@ class Attachment:
         output: str | None,
         scaler: torch.amp.GradScaler | None,
         deadline: float,
-        threads: int,
         log_every: int,
     ) -> None:
         ignored = set(model.parameters_to_ignore)  # by DDP, which leaves them to the user
@@ -193,106 +196,89 @@ class Attachment:
         self._parameters = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._scaler, self._log_every = scaler, log_every
-        self._compressed_now: frozenset[torch.Tensor] = frozenset()
-        grace = min(5.0, deadline / 4)
-        device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        problem = self._prepare(model, optimizer, settings, output, threads)
-        # Only now, because a rank that has nothing to say would let the others wait.
-        channel = Channel(model.process_group, deadline - grace, device)
+        # The rest of the deadline is for finding out who is missing.
+        settings["deadline"] = deadline - min(5.0, deadline / 4)
+        problem, described = None, []
+        try:
+            described = self._describe(model, optimizer, settings, output)
+        except (ValueError, TypeError, OverflowError) as error:
+            problem = str(error)
+        # Made in any case, because a rank that has nothing to say would let the others wait.
+        self._group = _redsync.Group(model.process_group, settings["deadline"])
         with contextlib.ExitStack() as opened:
-            opened.callback(channel.close)
-            self._agree(channel, settings, problem)
-            self._watch = Watch(str(channel.group.group_name), channel.rank, channel.size, grace)
+            opened.callback(self._group.close)
+            if problem is not None:
+                self._group.give_up(problem)
+                raise UsageError(problem)
+            self._sync = self._synchronizer(described, settings)
+            opened.callback(self._sync.close)
+            self._choices = self._sync.choices()
+            self._compressed = [number for number, choice in enumerate(self._choices) if choice != "dense"]
+            self._unused = self._notice_use() if model.find_unused_parameters or model.static_graph else None
+            device = self._parameters[0].device if self._parameters else torch.device("cpu")
+            self._staging = Staging(device) if device.type != "cpu" else None
+            self._compressed_now: frozenset[torch.Tensor] = frozenset()
+            self._buckets: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+            self._flats: list[torch.Tensor] = []
+            self._open = self._warned = False
+            self._failure: BaseException | None = None
+            self._total_sent = self._total_dense = 0
+            _register(model, self)
             opened.pop_all()
         assert isinstance(optimizer, torch.optim.SGD)
-        choices = self._layers.choices()
-        self._channel = channel
-        self._compressed = [number for number, choice in enumerate(choices) if choice != "dense"]
-        self._fresh = set(self._compressed)
-        sizes = [parameter.numel() for parameter in self._parameters]
-        bits = [_bits(choice, settings["bf16"]) for choice in choices]
-        small = [n for n, size in enumerate(sizes) if bits[n] == 0 and 4 * size < max(settings["dense_below"], 1)]
-        self._meter = Meter(self._names, choices, sizes, [p.element_size() for p in self._parameters])
-        self._staging = Staging(device)
-        self._exchange = Exchange(self._layers, sizes, bits, small, channel, self._watch, self._meter, self._staging, deadline)
-        self._number = 0
-        self._step: Step | None = None
-        self._warned = False
-        self._unused = self._notice_use() if model.find_unused_parameters or model.static_graph else None
-        self._closing = weakref.finalize(self, _close, self._exchange, self._watch, channel)
-        try:
-            model.register_comm_hook(self, _hook)
-        except RuntimeError as error:
-            self._closing()
-            raise UsageError(f"DDP does not take the communication hook: {str(error).splitlines()[0]}") from error
         self._steps = Steps(optimizer, lambda: self._compressed_now)
+        self._closing = weakref.finalize(self, _close, self._sync, self._group)
         _attached[model] = self
         _open.add(self)
         # The optimizer holds on to this object, and may go on with another model.
         weakref.finalize(model, self.close).atexit = False
 
-    def _prepare(
+    def _describe(
         self,
         model: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         settings: dict[str, Any],
         output: str | None,
-        threads: int,
-    ) -> str | None:
-        """Everything that needs no other rank. Returns what is wrong with it."""
-        try:
-            settings["warm_up"] = _warm_up(settings["warm_up"])
-            if not hasattr(dist.distributed_c10d.Store, "clone"):
-                raise UsageError(f"PyTorch {torch.__version__} is too old: its stores cannot be cloned; 2.15 is tested")
-            _check_model(model)
-            _check_free(self._parameters)
-            check_optimizer(optimizer, self._scaler is not None)
-            groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-            layers = self._describe(output if output is not None else _output(model.module), output, groups)
-            chosen = [groups.get(parameter, _NO_GROUP) for parameter in self._parameters]
-            self._momenta = [(float(group["momentum"]), bool(group["nesterov"])) for group in chosen]
-            rank, ranks = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
-            undo = self._scaler is not None
-            self._layers = _redsync.Layers(layers, self._momenta, rank=rank, ranks=ranks, undo=undo, threads=threads, **settings)
-        except (ValueError, TypeError, OverflowError) as error:
-            # Which argument it is about stands in a note.
-            return "; ".join([str(error), *getattr(error, "__notes__", [])])
-        return None
-
-    def _describe(self, last: str | None, asked: str | None, groups: Mapping[torch.Tensor, Any]) -> list[tuple[str, int, str]]:
-        if asked is not None and asked not in self._names:
-            raise UsageError(f"output={asked!r} is no parameter of the model that is trained")
-        layers = []
+    ) -> list[tuple[str, int, str, float, bool]]:
+        """What the engine has to know of each parameter, and what ranks have to agree on. Needs no other rank."""
+        settings["warm_up"] = _warm_up(settings["warm_up"])
+        if not hasattr(dist.distributed_c10d.Store, "clone"):
+            raise UsageError(f"PyTorch {torch.__version__} is too old: its stores cannot be cloned; 2.15 is tested")
+        _check_model(model)
+        _check_free(self._parameters)
+        check_optimizer(optimizer, self._scaler is not None)
+        if output is not None and output not in self._names:
+            raise UsageError(f"output={output!r} is no parameter of the model that is trained")
+        last = output if output is not None else _output(model.module)
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        described = []
+        self._momenta = []
         for name, parameter in zip(self._names, self._parameters):
             # What the optimizer does not update needs no residual.
             plain = parameter.dim() <= 1 or parameter not in groups
             kind = "bias-or-norm" if plain else "output" if name == last else "weight"
-            layers.append((name, parameter.numel(), kind))
-        return layers
+            momentum = _momentum(groups.get(parameter, _NO_GROUP))
+            self._momenta.append(momentum)
+            described.append((name, parameter.numel(), kind, *momentum))
+        shapes = [f"{n} {tuple(p.shape)} {p.stride()} {p.dtype}" for n, p in zip(self._names, self._parameters)]
+        settings["agree"] = [
+            ("a GradScaler", str(self._scaler is not None)),
+            *((f"parameter {number}", shape) for number, shape in enumerate(shapes)),
+        ]
+        return described
 
-    def _agree(self, channel: Channel, settings: dict[str, Any], problem: str | None) -> None:
-        """Compares what decides about messages with all other ranks."""
-        ours: dict[str, Any] = {"problem": problem}
-        if problem is None:
-            shapes = [[n, list(p.shape), list(p.stride()), str(p.dtype)] for n, p in zip(self._names, self._parameters)]
-            ours |= {
-                "redsync": _redsync.VERSION,
-                "the wire format": _redsync.WIRE_VERSION,
-                **{key: value for key, value in settings.items() if key != "plan"},
-                "a GradScaler": self._scaler is not None,
-                "the number of parameters": len(shapes),
-                **{f"parameter {number}": shape for number, shape in enumerate(shapes)},
-                **{f"the choice for {name}": choice for name, choice in zip(self._names, self._layers.choices())},
-                **{f"the momentum of {name}": m for name, m in zip(self._names, self._momenta)},
-            }
-        text = json.dumps(ours)
-        everyone = [json.loads(theirs) for theirs in _exchange_texts(channel, text)]
-        if problem is not None:
-            raise UsageError(problem)
-        for rank, theirs in enumerate(everyone):
-            if theirs["problem"] is not None:
-                raise MismatchError(f"rank {rank} cannot attach: {theirs['problem']}")
-            _compare(rank, theirs, json.loads(text))
+    def _synchronizer(
+        self, described: list[tuple[str, int, str, float, bool]], settings: dict[str, Any]
+    ) -> _redsync.Synchronizer:
+        try:
+            return _redsync.Synchronizer(self._group, described, settings)
+        except Error:
+            raise
+        except (ValueError, TypeError, OverflowError) as error:
+            # Which argument it is about stands in a note.
+            problem = "; ".join([str(error), *getattr(error, "__notes__", [])])
+            self._group.give_up(problem)
+            raise UsageError(problem) from None
 
     def _notice_use(self) -> set[int]:
         """The compressed layers that got no gradient since the last exchange; they send nothing then."""
@@ -305,28 +291,32 @@ class Attachment:
     # Called by DDP and autograd, during the backward pass.
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        self._exchange.check()
-        if self._step is None or bucket.index() == 0:
+        self._check()
+        if not self._open or bucket.index() == 0:
             self._begin()
-        step = self._step
-        assert step is not None
-        if bucket.index() != len(step.buckets):
-            raise Error(f"DDP reduces bucket {bucket.index()} after {len(step.buckets)} others; is there another hook?")
+        if bucket.index() != len(self._buckets):
+            raise Error(f"DDP reduces bucket {bucket.index()} after {len(self._buckets)} others; is there another hook?")
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise UsageError("sparse gradients cannot be compressed; make embeddings with sparse=False")
         devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type == "cuda" else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        parts = self._parts(bucket, buffer)
-        self._exchange.submit(Bucket(step, bucket.index(), parts, buffer, future, bucket.is_last(), self._staging.mark()))
+        ready = self._staging.mark() if self._staging is not None else None
+        with self._guarded():
+            for number, flat in self._parts(bucket, buffer):
+                used = self._unused is None or number not in self._unused
+                self._sync.submit(number, flat, used, self._staging, ready)
+                if self._scaler is not None and self._choices[number] != "dense":
+                    self._flats.append(flat)
+        self._buckets.append((buffer, future))
         if bucket.is_last():
             # Not before: a backward pass may end without it (DDP complains then, at the next forward pass), and what an inner
             # backward pass queues, as of checkpointed activations, is called at the end of that one.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         return future
 
-    def _parts(self, bucket: GradBucket, buffer: torch.Tensor) -> list[Part]:
-        parts, begin = [], 0
+    def _parts(self, bucket: GradBucket, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        begin = 0
         for parameter in bucket.parameters():
             number, size = self._numbers.get(parameter), parameter.numel()
             if number is None:
@@ -334,22 +324,17 @@ class Attachment:
                     "DDP reduces a parameter that was frozen between DistributedDataParallel(...) and redsync.attach(...): "
                     "set requires_grad before the first of them"
                 )
-            used = self._unused is None or number not in self._unused
-            parts.append(Part(number, buffer.narrow(0, begin, size), used))
+            yield number, buffer.narrow(0, begin, size)
             begin += size
-        return parts
 
     def _begin(self) -> None:
         """The first bucket of a backward pass is there."""
-        if self._step is not None:
+        if self._open:
             raise Error("the backward pass before this one did not end; redsync cannot tell what other ranks got of it")
-        density = self._layers.begin(self._number)
-        scale = None if self._scaler is None else float(self._scaler.get_scale())
-        if density is not None:
-            try:
-                self._move_momentum()
-            except ValueError as error:
-                raise UsageError(str(error)) from None
+        if self._scaler is not None:
+            self._sync.set_loss_scale(float(self._scaler.get_scale()))
+        if self._sync.density is not None:
+            self._move_momentum()
         if self._compressed_now and not self._steps.taken and not self._warned:
             self._warned = True
             warnings.warn(
@@ -358,46 +343,68 @@ class Attachment:
                 stacklevel=2,
             )
         self._steps.taken = False
-        self._step = Step(self._number, density, scale)
+        self._open = True
 
     def _move_momentum(self) -> None:
         """Compressors follow the momentum of the user's groups; what the optimizer has gathered becomes theirs, once."""
-        compressed = set(self._compressed)
+        compressed, adopts = set(self._compressed), self._sync.turns_sparse
         for parameter, group in self._steps.groups():
             number = self._numbers.get(parameter)
             if number is None or number not in compressed:
                 continue
-            now = (float(group["momentum"]), bool(group["nesterov"]))
+            now = _momentum(group)
             if now != self._momenta[number]:
-                self._layers.set_momentum(number, *now)
+                self._sync.set_momentum(number, *now)
                 self._momenta[number] = now
             buffer = self._steps.take_momentum(parameter)
-            if buffer is not None and number in self._fresh:
-                self._layers.adopt_momentum(number, flat_like(buffer, parameter), self._channel.size)
-        self._fresh.clear()
+            if buffer is not None and adopts:
+                self._sync.adopt_momentum(number, state.flat_like(buffer, parameter))
 
     def _finish(self) -> None:
         """The backward pass has ended, but for what is under way."""
-        step, begin = self._step, time.perf_counter()
-        assert step is not None
-        self._exchange.wait(step)
-        self._step = None
-        self._number += 1
-        compressed = self._compressed if step.density is not None and not step.not_finite else []
-        self._compressed_now = frozenset(self._parameters[number] for number in compressed)
-        self._steps.taken |= step.not_finite
+        sparse = self._sync.density is not None
+        with self._guarded():
+            done = self._sync.finish()
+        if not done:
+            # A GradScaler will skip this step on all ranks, if it finds what is not finite on all.
+            for flat in self._flats:
+                flat.fill_(float("inf"))
+        if self._staging is not None:
+            self._staging.synchronize()
+        for buffer, future in self._buckets:
+            future.set_result(buffer)
+        self._buckets, self._flats, self._open = [], [], False
+        self._compressed_now = frozenset(self._parameters[n] for n in self._compressed) if sparse and done else frozenset()
+        self._steps.taken |= not done
         if self._unused is not None:
             self._unused.update(self._compressed)
-        self._meter.finish(step.number, 1e3 * (time.perf_counter() - begin), step.density is not None)
-        if self._log_every and self._number % self._log_every == 0:
-            log.info("%s", self._meter.snapshot())
+        self._total_sent += self._sync.bytes_sent()
+        self._total_dense += sum(p.numel() * p.element_size() for p in self._parameters)
+        if self._log_every and self.step % self._log_every == 0:
+            log.info("%s", self.stats())
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What fails once is said again by everything that comes later; nobody waits for a bucket that will not come."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = self._failure or error
+            for _, future in self._buckets:
+                future.set_exception(error)  # type: ignore[arg-type]
+            self._buckets, self._flats = [], []
+            raise
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     # Called by the user.
 
     @property
     def step(self) -> int:
         """The number of synchronized backward passes."""
-        return self._number
+        return self._sync.step
 
     def stats(self) -> Stats:
         """What the last step cost, per layer and in all.
@@ -406,102 +413,72 @@ class Attachment:
             >>> print(attachment.stats())                                               # doctest: +SKIP
             step 99: sent 82,699 of 58,896,168 bytes (1/712), compressing 11.2 ms, exchange 240.1 ms, waited 1.9 ms
         """
-        return self._meter.snapshot()
+        step, exchange_ms, exposed_ms, costs = self._sync.stats()
+        layers = [
+            LayerStats(name, choice, p.numel(), *cost)
+            for name, choice, p, cost in zip(self._names, self._choices, self._parameters, costs or [(0, 0, 0.0)] * len(self._names))
+        ]
+        return Stats(
+            step=step if self.step else -1,
+            layers=layers,
+            bytes_sent=sum(layer.bytes for layer in layers),
+            dense_bytes=sum(p.numel() * p.element_size() for p in self._parameters),
+            total_bytes_sent=self._total_sent,
+            total_dense_bytes=self._total_dense,
+            compress_ms=sum(layer.ms for layer in layers if layer.choice != "dense"),
+            exchange_ms=exchange_ms,
+            exposed_ms=exposed_ms,
+        )
 
     def residual_norms(self) -> dict[str, float]:
         """The norm of what each compressed layer has accumulated and not sent. One pass over memory."""
-        return {self._names[number]: self._layers.residual_norm(number) for number in self._compressed}
+        return {self._names[number]: self._sync.residual_norm(number) or 0.0 for number in self._compressed}
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank carries from step to step: every rank has its own and saves it.
 
         Together with the model, the optimizer and the order of the data it makes a resumed run equal to one that was never
-        interrupted, bit by bit. Plain tensors, numbers and texts.
+        interrupted, bit by bit. Plain tensors, numbers and texts, with a checksum over all of them.
 
         Example:
             >>> torch.save(attachment.state_dict(), f"redsync-{rank}.pt")               # doctest: +SKIP
         """
         self._check_between()
-        layers = {self._names[n]: save_layer(self._layers, n, self._parameters[n], self._momenta[n]) for n in self._compressed}
-        return {
-            "format": FORMAT,
-            "step": self._number,
-            "rank": self._channel.rank,
-            "ranks": self._channel.size,
-            "fresh": sorted(self._names[number] for number in self._fresh),
-            "layers": layers,
-        }
+        return state.as_dict(self._sync.capture(), self._named())
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continues from a state. All ranks call it, after `attach`; after an error nothing has changed.
 
         Args:
-            state: this rank's state; or, for another number of ranks than before, a list of the states of all old ranks. Then
+            saved: this rank's state; or, for another number of ranks than before, a list of the states of all old ranks. Then
                 the sums over the ranks of residuals and momentum stay what they were.
         """
         self._check_between()
-        states = [state] if isinstance(state, Mapping) else list(state)
-        if not states:
-            raise UsageError("there is no state in the list")
-        rank, ranks = self._channel.rank, self._channel.size
-        problem = None
+        problem, states = None, []
         try:
-            mine = states[0] if len(states) == 1 and states[0].get("ranks") == ranks else reshare(states, rank, ranks)
-            self._check_state(mine)
+            states = [state.from_dict(each, self._named()) for each in ([saved] if isinstance(saved, Mapping) else saved)]
+            if not states:
+                raise UsageError("there is no state in the list")
         except UsageError as error:
-            problem, mine = str(error), {}
-        said = json.dumps({"the state": problem, "the step of the state": mine.get("step")})
-        for peer, text in enumerate(_exchange_texts(self._channel, said, self._watch)):
-            if problem is None:
-                _compare(peer, json.loads(text), json.loads(said))
-        if problem is not None:
-            raise UsageError(problem)
-        for number in self._compressed:
-            saved = mine["layers"][self._names[number]]
-            if "u" in saved:  # which is of the momentum that was, in the Nesterov form; a schedule may have moved on
-                self._momenta[number] = momentum_of(saved)
-                self._layers.set_momentum(number, *self._momenta[number])
-            restore_layer(self._layers, number, self._parameters[number], saved)
-        self._number = int(mine["step"])
-        self._fresh = {number for number in self._compressed if self._names[number] in set(mine["fresh"])}
+            problem = str(error)
+        self._sync.restore(states, problem)
+        # Of the momentum that was, in the Nesterov form; a schedule may have moved on.
+        for layer in states[0]["layers"]:
+            if layer["u"] is not None:
+                self._momenta[self._names.index(layer["name"])] = layer["momentum"]
         self._compressed_now = frozenset()
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        if state.get("format") != FORMAT:
-            raise UsageError(f"this is not a state of redsync in the format {FORMAT}")
-        if state["rank"] != self._channel.rank:
-            raise UsageError(
-                f"this is the state of rank {state['rank']}, not of rank {self._channel.rank}: each rank loads its own"
-            )
-        ours, theirs = {self._names[n] for n in self._compressed}, set(state["layers"])
-        if ours != theirs:
-            raise UsageError(f"the state compresses other layers; not in both: {', '.join(sorted(ours ^ theirs))}")
-        for number in self._compressed:
-            problem = check_layer(
-                state["layers"][self._names[number]],
-                self._parameters[number],
-                self._momenta[number] if self._layers.has_momentum(number) else None,
-            )
-            if problem is not None:
-                raise UsageError(f"{self._names[number]}: {problem}")
 
     def check_replicas(self) -> int:
         """Compares the parameters of all ranks, bit by bit, and returns their hash. All ranks call it."""
         self._check_between()
-        tensors = [p.detach().to("cpu", torch.float32).contiguous() for p in self._parameters]
-        ours = {name: _redsync.replica_hash([tensor]) for name, tensor in zip(self._names, tensors)}
-        texts = _exchange_texts(self._channel, json.dumps(ours), self._watch)
-        first = json.loads(texts[0])
-        for rank, text in enumerate(texts):
-            theirs = json.loads(text)
-            for name in first:
-                if theirs.get(name) != first[name]:
-                    raise MismatchError(f"replicas differ at step {self._number}: {name} of rank {rank} is not that of rank 0")
-        return _redsync.replica_hash(tensors)
+        return self._sync.check_replicas([p.detach().to("cpu", torch.float32).contiguous().view(-1) for p in self._parameters])
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self._names, self._parameters))
 
     def _check_between(self) -> None:
-        self._exchange.check()
-        if self._step is not None:
+        self._check()
+        if self._open:
             raise UsageError("a backward pass is under way; this has to happen between two steps")
 
     def close(self) -> None:
@@ -518,39 +495,25 @@ class Attachment:
 _NO_GROUP: dict[str, Any] = {"momentum": 0.0, "nesterov": False}
 
 
-def _close(exchange: Exchange, watch: Watch, channel: Channel) -> None:
-    exchange.close()
-    watch.close()
-    channel.close()
+def _momentum(group: Mapping[str, Any]) -> tuple[float, bool]:
+    """Of a parameter group: the coefficient, and whether it is Nesterov's."""
+    return float(group["momentum"]), bool(group["nesterov"])
+
+
+def _register(model: DistributedDataParallel, attachment: Attachment) -> None:
+    try:
+        model.register_comm_hook(attachment, _hook)
+    except RuntimeError as error:
+        raise UsageError(f"DDP does not take the communication hook: {str(error).splitlines()[0]}") from error
+
+
+def _close(sync: _redsync.Synchronizer, group: _redsync.Group) -> None:
+    sync.close()
+    group.close()
 
 
 def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants these names, and no annotations that it does not know
     return state._take(bucket)
-
-
-def _bits(choice: str, bf16: bool) -> int:
-    """About how many bits a sent element takes; 0 for a dense layer."""
-    if choice == "dense":
-        return 0
-    return 12 if choice.endswith("+asq") else 28 if bf16 else 44
-
-
-def _exchange_texts(channel: Channel, text: str, watch: Watch | None = None) -> list[str]:
-    try:
-        return channel.exchange(text)
-    except PeerError:
-        raise
-    except RuntimeError as error:
-        if watch is not None and isinstance(error, Broken):
-            raise watch.blame(str(error)) from error
-        raise Error(f"the ranks could not be compared, because not all of them came: {str(error).splitlines()[0]}") from error
-
-
-def _compare(rank: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """The first thing that differs; ours comes in an order that tells most first."""
-    for key in [*ours, *theirs]:
-        if theirs.get(key) != ours.get(key):
-            raise MismatchError(f"rank {rank} runs something else: {key} is {theirs.get(key)} there, {ours.get(key)} here")
 
 
 def of(model: torch.nn.Module | None = None) -> Attachment:

@@ -1,12 +1,12 @@
-"""What a rank carries from step to step, as plain tensors, numbers and texts: ``torch.load(weights_only=True)`` reads it.
+"""The engine's state as plain tensors, numbers and texts of a dictionary: ``torch.load(weights_only=True)`` reads it.
 
-Comes in: the compressors of a model. Goes out: a dictionary, and the same compressors again, bit by bit. What must hold: the
-sums over the ranks of u and of v stay what they were, whatever the number of ranks.
+Comes in: what a rank carries from step to step. Goes out: a dictionary, and the same again, bit by bit. What must hold: tensors
+have the shapes of their parameters, whatever the layout of memory; the engine's checksum covers every number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,7 @@ import torch
 from . import _redsync
 from .errors import UsageError
 
-FORMAT = "redsync-state-2"
-
-_LARGEST_FLOAT = 0x7F7F_FFFF
-"""The bits of the largest finite number of single precision."""
+FORMAT = "redsync-state-3"
 
 
 def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -38,86 +35,81 @@ def _flat(placed: torch.Tensor) -> torch.Tensor:
     return placed.as_strided((placed.numel(),), (1,))
 
 
-def save_layer(
-    layers: _redsync.Layers, layer: int, parameter: torch.Tensor, momentum: tuple[float, bool]
-) -> dict[str, torch.Tensor]:
-    """u with the momentum that it is of, v, and what the selector remembers."""
-    v = _empty_like(parameter)
-    u = _empty_like(parameter) if layers.has_momentum(layer) else None
-    remembering = layers.save(layer, None if u is None else _flat(u), _flat(v))
-    state = {"v": v, "remembering": torch.tensor(remembering, dtype=torch.int64)}
-    return state if u is None else {**state, "u": u, "momentum": torch.tensor(momentum, dtype=torch.float64)}
+def as_dict(captured: _redsync.State, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A state as it is saved."""
+    layers = {}
+    for at, (name, (has_u, coefficient, nesterov, remembering)) in enumerate(captured.layers()):
+        v = _empty_like(parameters[name])
+        u = _empty_like(parameters[name]) if has_u else None
+        captured.copy(at, None if u is None else _flat(u), _flat(v))
+        layer = {"v": v, "remembering": torch.tensor(remembering, dtype=torch.int64)}
+        if u is not None:
+            layer |= {"u": u, "momentum": torch.tensor([coefficient, nesterov], dtype=torch.float64)}
+        layers[name] = layer
+    step, rank, ranks = captured.place
+    saved = {
+        "format": FORMAT,
+        "step": step,
+        "rank": rank,
+        "ranks": ranks,
+        "identity": [list(entry) for entry in captured.identity],
+        "layers": layers,
+    }
+    return {**saved, "checksum": _checksum(saved)}
 
 
-def momentum_of(state: Mapping[str, torch.Tensor]) -> tuple[float, bool]:
-    """The momentum that u is of: its coefficient, and whether it is Nesterov's."""
-    coefficient, nesterov = state["momentum"].tolist()
-    return coefficient, bool(nesterov)
+def from_dict(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A saved state as the engine takes it, with tensors in the order of memory; a sentence, if it is none."""
+    if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
+        raise UsageError(f"this is not a state of redsync in the format {FORMAT}")
+    problems = (_problem(layer, parameters.get(name)) for name, layer in saved["layers"].items())
+    for name, problem in zip(saved["layers"], problems):
+        if problem is not None:
+            raise UsageError(f"{name}: {problem}")
+    if _checksum(saved) != saved.get("checksum"):
+        raise UsageError("the state is damaged: its checksum is wrong")
+    return _plain(saved, lambda name, tensor: flat_like(tensor, parameters[name]) if name in parameters else tensor.reshape(-1))
 
 
-def check_layer(state: Mapping[str, torch.Tensor], parameter: torch.Tensor, momentum: tuple[float, bool] | None) -> str | None:
-    """What is wrong with the state of a layer that has this momentum, or none."""
-    if missing := {"v", "remembering"} - set(state):
+def _checksum(saved: Mapping[str, Any]) -> str:
+    """Of the elements in the order of their shapes, which no layout of memory changes."""
+    return _redsync.checksum(_plain(saved, lambda _, tensor: tensor.contiguous().view(-1)))
+
+
+def _plain(saved: Mapping[str, Any], flat: Any) -> dict[str, Any]:
+    layers = []
+    for name, layer in saved["layers"].items():
+        u = layer.get("u")
+        coefficient, nesterov = layer["momentum"].tolist() if u is not None else (0.0, 0.0)
+        layers.append(
+            {
+                "name": name,
+                "momentum": (coefficient, bool(nesterov)),
+                "remembering": layer["remembering"].tolist(),
+                "u": None if u is None else flat(name, u),
+                "v": flat(name, layer["v"]),
+            }
+        )
+    about = {key: saved[key] for key in ("step", "rank", "ranks")}
+    return {**about, "identity": [tuple(entry) for entry in saved["identity"]], "layers": layers}
+
+
+def _problem(layer: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) -> str | None:
+    """What is wrong with the form of a layer's state, if anything; the engine judges the rest."""
+    if missing := {"v", "remembering"} - set(layer):
         return f"the state has no {', '.join(sorted(missing))}"
     for key in ("u", "v"):
-        tensor = state.get(key)
-        if tensor is not None and (tensor.shape != parameter.shape or not bool(tensor.isfinite().all())):
-            return f"{key} of the state has another shape, or is not finite"
-    remembering = state["remembering"]
-    if remembering.dtype != torch.int64 or remembering.shape != (3, 3):
+        tensor = layer.get(key)
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
+            return f"{key} of the state is not of finite numbers in single precision"
+        if parameter is not None and tensor.shape != parameter.shape:
+            return f"{key} of the state has another shape"
+    remembering = layer["remembering"]
+    if remembering.dtype != torch.int64 or remembering.shape != (3, 3) or not 0 <= int(remembering.min()) <= int(remembering.max()) < 1 << 32:
         return "remembering of the state is none"
-    thresholds, counts = remembering[:, :2], remembering[:, 2]
-    if int(remembering.min()) < 0 or int(thresholds.max()) > _LARGEST_FLOAT or int(counts.max()) >= 1 << 32:
-        return "remembering of the state is none"
-    if "u" not in state:
-        return None if momentum is None else "the optimizer has momentum, the state has none"
-    if state.get("momentum", torch.empty(0)).shape != (2,) or not 0 <= momentum_of(state)[0] < 1:
+    momentum = layer.get("momentum")
+    if "u" in layer and (momentum is None or momentum.shape != (2,) or not 0 <= momentum[0] < 1):
         return "momentum of the state is none"
-    if momentum is not None and momentum[1] != momentum_of(state)[1]:
-        return "only one of the state and the optimizer has Nesterov momentum"
     return None
-
-
-def restore_layer(layers: _redsync.Layers, layer: int, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-    """The other way round."""
-    u = flat_like(state["u"], parameter) if "u" in state else None
-    layers.restore(layer, u, flat_like(state["v"], parameter), state["remembering"].tolist())
-
-
-def reshare(states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> Mapping[str, Any]:
-    """What a rank continues with, from the states of all old ranks.
-
-    With the old number of ranks it is the state of the same rank. Otherwise the new rank takes the sum of the old ranks
-    `rank`, `rank + ranks`, and so on, and a rank beyond the old number starts from zero.
-    """
-    for state in states:
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-            raise UsageError(f"this is not a state of redsync in the format {FORMAT}")
-    old = sorted(states, key=lambda state: state["rank"])
-    want, found = list(range(old[0]["ranks"])), [state["rank"] for state in old]
-    if found != want:
-        raise UsageError(
-            f"the state is of {len(want)} ranks, this job has {ranks}: pass the states of all {len(want)} old ranks as a list "
-            f"(found: rank {', '.join(map(str, found))})"
-        )
-    if len({state["step"] for state in old}) > 1:
-        raise UsageError(f"the states are of different steps: {sorted({state['step'] for state in old})}")
-    if len({frozenset(state["layers"]) for state in old}) > 1:
-        raise UsageError("the states are of different layers")
-    if len(old) == ranks:
-        return old[rank]
-    layers = {
-        name: _share([state["layers"][name] for state in old[rank::ranks]], old[0]["layers"][name]) for name in old[0]["layers"]
-    }
-    return {**old[0], "rank": rank, "ranks": ranks, "layers": layers}
-
-
-def _share(taken: Sequence[Mapping[str, torch.Tensor]], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if not taken:
-        return {key: tensor.clone() if key == "momentum" else torch.zeros_like(tensor) for key, tensor in like.items()}
-    total = {key: tensor.clone() for key, tensor in taken[0].items()}
-    for state in taken[1:]:
-        for key in ("u", "v"):
-            if key in total:
-                total[key] += state[key]
-    return total

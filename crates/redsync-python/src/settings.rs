@@ -1,0 +1,103 @@
+//! What `attach` was told, in names and numbers of Python, as the engine's configuration.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use redsync_core::Momentum;
+use redsync_engine::{Choice, Config, Kind, Layer, Method, Preset, WarmUp};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// The settings of a run, by name.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Settings {
+    method: String,
+    plan: String,
+    choices: BTreeMap<String, String>,
+    density: f64,
+    dense_below: usize,
+    masking: bool,
+    bf16: bool,
+    warm_up: (String, u64),
+    clip: Option<f32>,
+    undo: bool,
+    deadline: f64,
+    threads: usize,
+    agree: Vec<(String, String)>,
+}
+
+/// One parameter: its name, its number of elements, what it is, its momentum, and whether that is Nesterov's.
+pub type Parameter = (String, usize, String, f32, bool);
+
+fn wrong(what: impl Into<String>) -> PyErr {
+    PyValueError::new_err(what.into())
+}
+
+/// Momentum as an optimizer says it.
+pub fn momentum(coefficient: f32, nesterov: bool) -> Momentum {
+    if nesterov { Momentum::Nesterov(coefficient) } else { Momentum::Plain(coefficient) }
+}
+
+/// A parameter as a layer of the engine.
+pub fn layer((name, size, kind, coefficient, nesterov): &Parameter) -> Layer {
+    let kind = match &kind[..] {
+        "output" => Kind::Output,
+        "bias-or-norm" => Kind::BiasOrNorm,
+        _ => Kind::Weight,
+    };
+    Layer::new(name, *size, kind).with_momentum(momentum(*coefficient, *nesterov))
+}
+
+impl Settings {
+    /// Whether machines and network are measured, to decide what is compressed.
+    pub fn is_measured(&self) -> bool {
+        self.plan == "measured"
+    }
+
+    /// What the engine is told.
+    pub fn config(&self) -> PyResult<Config> {
+        let methods = Method::ALL.map(Method::name).join(", ");
+        let method = Method::from_name(&self.method)
+            .ok_or_else(|| wrong(format!("no method {:?}: choose one of {methods}", self.method)))?;
+        let preset = match &self.plan[..] {
+            // `auto` is what `carried` was called first.
+            "carried" | "auto" | "measured" => Preset::Carried,
+            "paper" => Preset::Paper { recurrent: self.clip.is_some() },
+            other => {
+                let known = "choose carried, measured, paper, or a choice per parameter";
+                return Err(wrong(format!("no plan {other:?}: {known}")));
+            }
+        };
+        let warm_up = match (&self.warm_up.0[..], self.warm_up.1) {
+            ("dense", steps) => WarmUp::Dense(steps),
+            ("ramp", steps) => WarmUp::Ramp(steps),
+            (other, _) => return Err(wrong(format!("no warm-up {other:?}: choose dense or ramp"))),
+        };
+        let deadline = Duration::try_from_secs_f64(self.deadline);
+        Ok(Config {
+            method,
+            preset,
+            layers: self.choices()?,
+            dense_below: self.dense_below,
+            density: self.density,
+            warm_up,
+            masking: self.masking,
+            bf16: self.bf16,
+            clip: self.clip,
+            undo: self.undo,
+            deadline: deadline
+                .map_err(|_| wrong(format!("a deadline of {} seconds is none", self.deadline)))?,
+            threads: self.threads,
+            agree: self.agree.clone(),
+            ..Config::default()
+        })
+    }
+
+    fn choices(&self) -> PyResult<BTreeMap<String, Choice>> {
+        let choice = |(name, text): (&String, &String)| {
+            let unknown = |why| wrong(format!("the plan says {text:?} of {name}: {why}"));
+            Ok((name.clone(), text.parse().map_err(unknown)?))
+        };
+        self.choices.iter().map(choice).collect()
+    }
+}

@@ -1,0 +1,127 @@
+//! The state of a rank as Python keeps it: numbers, texts and tensors of a dictionary, and the engine's [`Saved`].
+
+use crate::memory::Tensor;
+use crate::settings::momentum;
+use pyo3::prelude::*;
+use redsync_core::{Memory, Momentum, Remembered};
+use redsync_engine::state::{LayerState, Saved};
+
+/// What a selector remembers: for each phase the bits of two thresholds, and a count.
+pub type Remembering = [[u32; 3]; 3];
+
+/// A state as Python hands it over; all tensors are of single precision and on the host.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct Dict {
+    step: u64,
+    rank: usize,
+    ranks: usize,
+    identity: Vec<(String, String)>,
+    layers: Vec<Layer>,
+}
+
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Layer {
+    name: String,
+    /// The coefficient of the momentum that u is of, and whether it is Nesterov's.
+    momentum: (f32, bool),
+    remembering: Remembering,
+    u: Option<Tensor>,
+    v: Tensor,
+}
+
+impl Dict {
+    /// The engine's form; a sentence if it is none.
+    pub fn saved(&self) -> Result<Saved, String> {
+        let layers = self.layers.iter().map(Layer::state).collect::<Result<_, _>>()?;
+        Ok(Saved {
+            step: self.step,
+            rank: self.rank,
+            ranks: self.ranks,
+            identity: self.identity.clone(),
+            replica_hash: 0,
+            layers,
+            extra: Vec::new(),
+        })
+    }
+}
+
+impl Layer {
+    fn state(&self) -> Result<LayerState, String> {
+        let phases = self.remembering.map(|[threshold, least, searched]| Remembered {
+            threshold: f32::from_bits(threshold),
+            least: f32::from_bits(least),
+            searched,
+        });
+        let none = || format!("{}: remembering of the state is none", self.name);
+        let floats = |tensor: &Tensor| {
+            let values = tensor.floats().map(<[f32]>::to_vec);
+            values.ok_or_else(|| format!("{}: u and v have to be of single precision", self.name))
+        };
+        let u = self.u.as_ref().map_or(Ok(Vec::new()), floats)?;
+        Ok(LayerState {
+            name: self.name.clone(),
+            size: self.v.len(),
+            momentum: if u.is_empty() { Momentum::None } else { momentum(self.momentum.0, self.momentum.1) },
+            v: floats(&self.v)?,
+            u,
+            memory: Memory::from_phases(phases).ok_or_else(none)?,
+        })
+    }
+}
+
+/// The checksum of a state, which covers every number of it.
+#[pyfunction]
+pub fn checksum(py: Python<'_>, state: Dict) -> PyResult<String> {
+    let sum = py.detach(|| state.saved().and_then(|saved| saved.checksum()));
+    sum.map_err(pyo3::exceptions::PyValueError::new_err)
+}
+
+/// A state of a rank, to be copied into tensors.
+#[pyclass(module = "redsync._redsync", frozen)]
+pub struct State(pub Saved);
+
+/// What is known of a layer besides its vectors: whether there is a u, its momentum and whether that is Nesterov's, and what the
+/// selector remembers.
+type About = (bool, f32, bool, Remembering);
+
+#[pymethods]
+impl State {
+    /// The step, the rank and the number of ranks.
+    #[getter]
+    fn place(&self) -> (u64, usize, usize) {
+        (self.0.step, self.0.rank, self.0.ranks)
+    }
+
+    /// What the run is, by name.
+    #[getter]
+    fn identity(&self) -> Vec<(String, String)> {
+        self.0.identity.clone()
+    }
+
+    /// The compressed layers, in order.
+    fn layers(&self) -> Vec<(String, About)> {
+        let about = |layer: &LayerState| {
+            let nesterov = matches!(layer.momentum, Momentum::Nesterov(_));
+            let remembering =
+                layer.memory.phases().map(|r| [r.threshold.to_bits(), r.least.to_bits(), r.searched]);
+            (!layer.u.is_empty(), layer.momentum.coefficient(), nesterov, remembering)
+        };
+        self.0.layers.iter().map(|layer| (layer.name.clone(), about(layer))).collect()
+    }
+
+    /// Copies u, if it is wanted, and v of the layer at a place of the list.
+    fn copy(&self, at: usize, u: Option<Tensor>, v: Tensor) -> PyResult<()> {
+        let wrong = |what: &str| pyo3::exceptions::PyValueError::new_err(what.to_string());
+        let layer = self.0.layers.get(at).ok_or_else(|| wrong("there is no such layer"))?;
+        for (tensor, values) in [(u, &layer.u), (Some(v), &layer.v)] {
+            if let Some(mut tensor) = tensor
+                && !tensor.write_rounded(values)
+            {
+                return Err(wrong("a tensor of another length"));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,209 @@
+//! The engine's synchronizer for Python: gradients of a bucket go in from DDP's hook, averaged ones come out in the same place.
+//! What must hold: the GIL is never held while something is waited for.
+
+use crate::communicator::Group;
+use crate::failure::{raise, refuse};
+use crate::memory::Tensor;
+use crate::settings::{self, Parameter, Settings};
+use crate::state::{Dict, State};
+use crate::tensor::{Given, Wanted};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use redsync_comm::Communicator;
+use redsync_engine::cost::Compute;
+use redsync_engine::state::Saved;
+use redsync_engine::{self as engine, Figures, Finished, Method, Stage, SyncError, measure};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Of one layer at the last step: elements and bytes that were sent, milliseconds of compressing.
+type Cost = (u64, u64, f64);
+
+/// One rank's synchronizer for the parameters of a model.
+#[pyclass(module = "redsync._redsync", frozen)]
+pub struct Synchronizer {
+    /// None once it is closed.
+    sync: Mutex<Option<engine::Synchronizer>>,
+    submitter: engine::Submitter,
+}
+
+impl Synchronizer {
+    fn lock(&self) -> MutexGuard<'_, Option<engine::Synchronizer>> {
+        // What a panic left is only ever dropped.
+        self.sync.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs something without the GIL.
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&mut engine::Synchronizer) -> Result<T, SyncError> + Send,
+    ) -> PyResult<T> {
+        let closed = || SyncError::Failed("redsync was closed for this model".into());
+        let done = py.detach(|| self.lock().as_mut().ok_or_else(closed).and_then(run));
+        done.map_err(|error| raise(py, error))
+    }
+}
+
+#[pymethods]
+impl Synchronizer {
+    /// A synchronizer for the parameters of a model: name, number of elements, kind (`weight`, `bias-or-norm` or `output`), momentum
+    /// and whether that is Nesterov's. All ranks of the group make one.
+    #[new]
+    fn new(py: Python<'_>, group: &Group, parameters: Vec<Parameter>, settings: Settings) -> PyResult<Self> {
+        let comm: Arc<dyn Communicator> = group.communicator()?;
+        let config = settings.config().inspect_err(|error| comm.give_up(&error.value(py).to_string()))?;
+        let layers: Vec<engine::Layer> = parameters.iter().map(settings::layer).collect();
+        let made = py.detach(|| {
+            let mut config = config;
+            if settings.is_measured() && config.method != Method::Sgd {
+                let platform = measure::platform(comm.clone(), &config, &mut |_| ())?;
+                config.figures = Some(Figures { platform, compute: Compute::default() });
+            }
+            engine::Synchronizer::new(layers, config, comm)
+        });
+        let sync = made.map_err(|error| refuse(py, error))?;
+        Ok(Synchronizer { submitter: sync.submitter(), sync: Mutex::new(Some(sync)) })
+    }
+
+    /// What happens with each parameter, in words that a plan can say.
+    fn choices(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        self.with(py, |sync| Ok(sync.choices().iter().map(ToString::to_string).collect()))
+    }
+
+    /// The number of steps that were finished.
+    #[getter]
+    fn step(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |sync| Ok(sync.step()))
+    }
+
+    /// What compressed parameters send at the step that is under way; None while everything is dense.
+    #[getter]
+    fn density(&self, py: Python<'_>) -> PyResult<Option<f64>> {
+        self.with(py, |sync| match sync.stage() {
+            Stage::Dense => Ok(None),
+            Stage::Sparse(density) => Ok(Some(density)),
+        })
+    }
+
+    /// Whether compressed parameters take over the optimizer's momentum before the step that is under way.
+    #[getter]
+    fn turns_sparse(&self, py: Python<'_>) -> PyResult<bool> {
+        self.with(py, |sync| Ok(sync.turns_sparse()))
+    }
+
+    /// By what the loss of the next step is multiplied.
+    fn set_loss_scale(&self, py: Python<'_>, scale: Option<f32>) -> PyResult<()> {
+        self.with(py, |sync| sync.set_loss_scale(scale))
+    }
+
+    /// Changes the momentum of a compressed parameter.
+    fn set_momentum(&self, py: Python<'_>, layer: usize, coefficient: f32, nesterov: bool) -> PyResult<()> {
+        self.with(py, |sync| sync.set_momentum(layer, settings::momentum(coefficient, nesterov)))
+    }
+
+    /// Starts the momentum of a compressed parameter from this rank's share of an optimizer's buffer.
+    fn adopt_momentum(&self, py: Python<'_>, layer: usize, buffer: Tensor) -> PyResult<()> {
+        let Some(floats) = buffer.floats() else {
+            return Err(PyValueError::new_err("a momentum buffer has to be of single precision"));
+        };
+        self.with(py, |sync| sync.adopt_momentum(layer, floats))
+    }
+
+    /// Hands over the gradient of a parameter, whose place the averaged one takes. `used` is false where this rank has none.
+    #[pyo3(signature = (layer, flat, used, staging=None, ready=None))]
+    fn submit(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        flat: Bound<'_, PyAny>,
+        used: bool,
+        staging: Option<Py<PyAny>>,
+        ready: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let (given, wanted) = match staging {
+            None => (Given::Here(flat.extract()?), Wanted::Here(flat.extract()?)),
+            Some(staging) => {
+                let len = flat.call_method0("numel")?.extract()?;
+                let (flat, ready) = (flat.unbind(), ready.unwrap_or_else(|| py.None()));
+                let wanted =
+                    Wanted::There { layer, flat: flat.clone_ref(py), staging: staging.clone_ref(py) };
+                (Given::There { layer, len, flat, ready, staging, host: None }, wanted)
+            }
+        };
+        let handed = match used {
+            true => self.submitter.submit_into(layer, given, wanted),
+            false => self.submitter.skip_into(layer, wanted),
+        };
+        handed.map_err(|error| raise(py, error))
+    }
+
+    /// Waits until all gradients are averaged. False if one was not finite, and the loss was scaled: the step was taken back then.
+    fn finish(&self, py: Python<'_>) -> PyResult<bool> {
+        self.with(py, |sync| Ok(sync.finish()? == Finished::Done))
+    }
+
+    /// What the last step cost: the step, milliseconds of exchanging, hidden or not, and of waiting, and each parameter's part.
+    fn stats(&self, py: Python<'_>) -> PyResult<(u64, f64, f64, Vec<Cost>)> {
+        self.with(py, |sync| {
+            let stats = sync.stats();
+            let cost = |layer: &engine::LayerStats| {
+                (layer.elements, layer.bytes_sent, layer.select_ms + layer.encode_ms)
+            };
+            Ok((stats.step, stats.exchange_ms, stats.exposed_ms, stats.layers.iter().map(cost).collect()))
+        })
+    }
+
+    /// Bytes that this rank sent at the last step.
+    fn bytes_sent(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |sync| Ok(sync.stats().total().bytes_sent))
+    }
+
+    /// The norm of what a parameter has accumulated and not sent.
+    fn residual_norm(&self, py: Python<'_>, layer: usize) -> PyResult<Option<f64>> {
+        self.with(py, |sync| Ok(sync.residual_norm(layer)))
+    }
+
+    /// Compares tensors of single precision among all ranks, and returns their hash.
+    fn check_replicas(&self, py: Python<'_>, tensors: Vec<Tensor>) -> PyResult<u64> {
+        let floats: Option<Vec<&[f32]>> = tensors.iter().map(Tensor::floats).collect();
+        let single = || PyValueError::new_err("only tensors of single precision are compared");
+        let floats = floats.ok_or_else(single)?;
+        self.with(py, |sync| sync.check_replicas(&floats))
+    }
+
+    /// What this rank carries from step to step.
+    fn capture(&self, py: Python<'_>) -> PyResult<State> {
+        self.with(py, |sync| sync.capture(0, Vec::new())).map(State)
+    }
+
+    /// Continues from a state of this rank, or from those of all ranks of another number. All ranks call it; one that has none says
+    /// what its problem is.
+    fn restore(&self, py: Python<'_>, states: Vec<Dict>, problem: Option<String>) -> PyResult<()> {
+        self.with(py, |sync| {
+            let (rank, ranks) = sync.rank();
+            let state = match problem {
+                Some(problem) => Err(problem),
+                None => join(&states, rank, ranks),
+            };
+            sync.restore(state).map(drop)
+        })
+    }
+
+    /// Ends the threads, after what is under way.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| drop(self.lock().take()));
+    }
+}
+
+/// This rank's own state, or its share of all old ranks' states.
+fn join(states: &[Dict], rank: usize, ranks: usize) -> Result<Saved, String> {
+    let mut saved = states.iter().map(Dict::saved).collect::<Result<Vec<_>, _>>()?;
+    match &saved[..] {
+        [one] if one.ranks == ranks => Ok(saved.remove(0)),
+        [one] if one.ranks > 1 => Err(format!(
+            "it is of {old} ranks, this job has {ranks}: pass the states of all {old} old ranks as a list",
+            old = one.ranks
+        )),
+        _ => Saved::reshare(saved, rank, ranks).map_err(|error| error.to_string()),
+    }
+}
