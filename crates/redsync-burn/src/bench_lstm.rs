@@ -3,7 +3,7 @@
 //! What must hold: the three take turns within every round, so that whatever else the machine does meets all of them.
 
 use crate::flex::device;
-use crate::ops::lstm::{State, lstm};
+use crate::ops::lstm::{Parameters, State, lstm};
 use burn::nn::LstmConfig;
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Distribution, Tensor};
@@ -67,8 +67,7 @@ pub fn bench(sizes: LstmSizes) -> LstmTimes {
 struct Layer {
     sizes: LstmSizes,
     x: Tensor<3>,
-    weights: [Tensor<2>; 2],
-    biases: [Tensor<1>; 2],
+    parameters: Parameters,
 }
 
 impl Layer {
@@ -79,7 +78,8 @@ impl Layer {
         let weight = || Tensor::random([4 * hidden, hidden], uniform, &device());
         let bias = || Tensor::random([4 * hidden], uniform, &device());
         let x = Tensor::random([steps, batch, hidden], Distribution::Uniform(-1.0, 1.0), &device());
-        Layer { sizes, x, weights: [weight(), weight()], biases: [bias(), bias()] }
+        let (weight_ih, weight_hh, bias_ih, bias_hh) = (weight(), weight(), bias(), bias());
+        Layer { sizes, x, parameters: Parameters { weight_ih, weight_hh, bias_ih, bias_hh } }
     }
 
     /// The input, which needs a gradient too, as in all layers but the first.
@@ -88,30 +88,28 @@ impl Layer {
     }
 
     fn pass(&self, forward: LstmFunction) {
-        let [weight_ih, weight_hh] = self.weights.clone().map(Tensor::require_grad);
-        let [bias_ih, bias_hh] = self.biases.clone().map(Tensor::require_grad);
+        let Parameters { weight_ih, weight_hh, bias_ih, bias_hh } = self.parameters.clone();
+        let parameters = Parameters {
+            weight_ih: weight_ih.require_grad(),
+            weight_hh: weight_hh.require_grad(),
+            bias_ih: bias_ih.require_grad(),
+            bias_hh: bias_hh.require_grad(),
+        };
         let zeros = vec![0.0; self.sizes.batch * self.sizes.hidden];
-        let (out, _) = forward(self.x(), weight_ih, weight_hh, bias_ih, bias_hh, (zeros.clone(), zeros));
+        let (out, _) = forward(self.x(), parameters, (zeros.clone(), zeros));
         out.sum().backward();
     }
 }
 
 /// The interface of [`lstm`].
-pub type LstmFunction =
-    fn(Tensor<3>, Tensor<2>, Tensor<2>, Tensor<1>, Tensor<1>, State) -> (Tensor<3>, State);
+pub type LstmFunction = fn(Tensor<3>, Parameters, State) -> (Tensor<3>, State);
 
 /// What [`lstm`] does, made of Burn's operations: one product for the input of all steps, one per step for the four gates.
 ///
 /// # Panics
 /// If the shapes do not agree.
-pub fn composed(
-    x: Tensor<3>,
-    weight_ih: Tensor<2>,
-    weight_hh: Tensor<2>,
-    bias_ih: Tensor<1>,
-    bias_hh: Tensor<1>,
-    (h, c): State,
-) -> (Tensor<3>, State) {
+pub fn composed(x: Tensor<3>, parameters: Parameters, (h, c): State) -> (Tensor<3>, State) {
+    let Parameters { weight_ih, weight_hh, bias_ih, bias_hh } = parameters;
     let ([steps, batch, input], [gates, hidden]) = (x.dims(), weight_hh.dims());
     let of_state =
         |state: Vec<f32>| Tensor::<1>::from_floats(state.as_slice(), &device()).reshape([batch, hidden]);

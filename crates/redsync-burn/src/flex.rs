@@ -80,7 +80,11 @@ impl BurnGradient {
 }
 
 impl Source for BurnGradient {
-    fn gradient(&self) -> Gradient<'_> {
-        Gradient::F32(values(&self.0))
+    fn len(&self) -> usize {
+        values(&self.0).len()
+    }
+
+    fn host(&self) -> Option<Gradient<'_>> {
+        Some(Gradient::F32(values(&self.0)))
     }
 }

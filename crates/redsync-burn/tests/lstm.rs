@@ -7,7 +7,7 @@ use redsync_burn::bench_lstm::{LstmFunction, composed};
 use redsync_burn::flex::{self, device};
 use redsync_burn::ops::decode::{decode, embed};
 use redsync_burn::ops::loss::cross_entropy;
-use redsync_burn::ops::lstm::{State, lstm};
+use redsync_burn::ops::lstm::{Parameters, State, lstm};
 
 /// Made-up values in `-scale..scale`, the same for the same seed.
 fn some(size: usize, scale: f32, seed: u64) -> Vec<f32> {
@@ -45,6 +45,10 @@ const ROUNDING: f32 = 5e-6;
 fn close(what: &str, got: &[f32], expected: &[f32]) {
     let apart = distance(got, expected);
     assert!(apart < ROUNDING, "{what}: {apart} apart");
+}
+
+fn of(weight_ih: Tensor<2>, weight_hh: Tensor<2>, [bias_ih, bias_hh]: [Tensor<1>; 2]) -> Parameters {
+    Parameters { weight_ih, weight_hh, bias_ih, bias_hh }
 }
 
 /// Parameters, input and state of a layer, and the weight of each output in a loss.
@@ -85,16 +89,17 @@ impl Case {
         let x = on_tape(&self.x, [steps, batch, input]);
         let (ih, hh) = (on_tape(&self.ih, [4 * hidden, input]), on_tape(&self.hh, [4 * hidden, hidden]));
         let [b, d] = self.biases.each_ref().map(|bias| on_tape(bias, [4 * hidden]));
-        let (out, state) = layer(x.clone(), ih.clone(), hh.clone(), b.clone(), d.clone(), self.state.clone());
+        let parameters = of(ih.clone(), hh.clone(), [b.clone(), d.clone()]);
+        let (out, state) = layer(x.clone(), parameters, self.state.clone());
         let gradients = (out.clone() * fixed(&self.loss, [steps, batch, hidden])).sum().backward();
-        let of = [
+        let all = [
             numbers(x.grad(&gradients).expect("a gradient of x")),
             numbers(ih.grad(&gradients).expect("a gradient of the input weights")),
             numbers(hh.grad(&gradients).expect("a gradient of the recurrent weights")),
             numbers(b.grad(&gradients).expect("a gradient of the first bias")),
             numbers(d.grad(&gradients).expect("a gradient of the second bias")),
         ];
-        (numbers(out), state, of)
+        (numbers(out), state, all)
     }
 
     /// The loss in f64, step by step as the formula says.
@@ -197,8 +202,9 @@ fn two_windows_are_one_of_twice_the_length() {
 fn gradients_of_lstm_are_contiguous() {
     let case = Case::new([3, 2, 4, 5], 5);
     let hh = on_tape(&case.hh, [20, 5]);
-    let [b, d] = case.biases.each_ref().map(|bias| fixed(bias, [20]));
-    let (out, _) = lstm(fixed(&case.x, [3, 2, 4]), fixed(&case.ih, [20, 4]), hh.clone(), b, d, case.state);
+    let biases = case.biases.each_ref().map(|bias| fixed(bias, [20]));
+    let parameters = of(fixed(&case.ih, [20, 4]), hh.clone(), biases);
+    let (out, _) = lstm(fixed(&case.x, [3, 2, 4]), parameters, case.state);
     let gradient = hh.grad(&out.sum().backward()).expect("a gradient");
     let gradient = gradient.try_into_primitive::<flex::Inner>().expect("a tensor of flex");
     assert!(gradient.is_contiguous());
@@ -212,8 +218,9 @@ fn lstm_takes_views_that_are_not_contiguous() {
     let turned: Vec<f32> =
         (0..4).flat_map(|column| case.ih.iter().skip(column).step_by(4)).copied().collect();
     let ih = fixed(&turned, [4, 20]).transpose();
-    let [b, d] = case.biases.each_ref().map(|bias| fixed(bias, [20]));
-    let (out, _) = lstm(fixed(&case.x, [3, 2, 4]), ih, fixed(&case.hh, [20, 5]), b, d, case.state);
+    let biases = case.biases.each_ref().map(|bias| fixed(bias, [20]));
+    let parameters = of(ih, fixed(&case.hh, [20, 5]), biases);
+    let (out, _) = lstm(fixed(&case.x, [3, 2, 4]), parameters, case.state);
     assert_eq!(numbers(out), expected);
 }
 

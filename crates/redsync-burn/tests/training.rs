@@ -1,9 +1,12 @@
 //! What holds for a training: it learns, ranks agree, it does not depend on how the work is dealt out, and it survives anything.
 
-use redsync_burn::train::{Begin, Ended, Optimizer, Settings, TrainError, train};
+use redsync_burn::train::{
+    Ended, Observer, Optimizer, RunRecord, Settings, StepRecord, TrainError, WarmUp, train,
+};
 use redsync_comm::local;
 use redsync_data::{DataSet, Places};
-use redsync_engine::Method;
+use redsync_engine::cost::{Compute, Decompression, Line, Network, Platform, Rates, Selection};
+use redsync_engine::{Figures, Method};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -12,19 +15,36 @@ fn digits() -> Settings {
     Settings { epochs: 3, ..Settings::for_model("digits-cnn") }
 }
 
-/// All ranks of a training, each in its thread; their outcomes.
-fn all(settings: &Settings, ranks: usize) -> Vec<Result<Ended, TrainError>> {
+/// Keeps what the run was said to be.
+#[derive(Default)]
+struct Heard(Option<RunRecord>);
+
+impl Observer for Heard {
+    fn begin(&mut self, run: &RunRecord) -> Result<(), TrainError> {
+        self.0 = Some(run.clone());
+        Ok(())
+    }
+}
+
+/// All ranks of a training, each in its thread; their outcomes, and what each run was said to be.
+fn all_heard(settings: &Settings, ranks: usize) -> Vec<(Result<Ended, TrainError>, Option<RunRecord>)> {
     let data: Arc<DataSet> =
         Arc::new(settings.open(&Places::default(), &|_, _| ()).expect("digits are always there"));
     let start = |comm| {
         let (settings, data) = (settings.clone(), data.clone());
         std::thread::spawn(move || {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a thread");
-            pool.install(|| train(&settings, &data, Arc::new(comm), &mut (), &AtomicBool::new(false)))
+            let (mut heard, never) = (Heard::default(), AtomicBool::new(false));
+            let ended = pool.install(|| train(&settings, &data, Arc::new(comm), &mut heard, &never));
+            (ended, heard.0)
         })
     };
     let threads: Vec<_> = local::group(ranks).into_iter().map(start).collect();
     threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+}
+
+fn all(settings: &Settings, ranks: usize) -> Vec<Result<Ended, TrainError>> {
+    all_heard(settings, ranks).into_iter().map(|(ended, _)| ended).collect()
 }
 
 fn run(settings: &Settings, ranks: usize) -> Ended {
@@ -51,7 +71,7 @@ fn one_worker_and_four_with_density_one_follow_the_same_loss_curve() {
         batch_size: 16,
         density: 1.0,
         masking: false,
-        warm_up: Begin::None,
+        warm_up: WarmUp::None,
         ..digits()
     };
     for optimizer in [Optimizer::Sgd, Optimizer::Momentum, Optimizer::Nesterov] {
@@ -84,7 +104,7 @@ fn with_checkpoint(dir: &Path) -> Settings {
     // 0.98 in f32 is a number that loses its last bit in JSON.
     Settings {
         checkpoint_dir: Some(dir.to_path_buf()),
-        warm_up_epochs: 0.5,
+        warm_up: WarmUp::Dense(0.5),
         momentum: 0.98,
         lr: 0.005,
         ..digits()
@@ -109,29 +129,52 @@ fn a_training_stopped_anywhere_resumes_to_the_same_bits() {
     }
 }
 
-/// The size below which layers are dense, from a checkpoint.
-fn dense_below(checkpoint: &Path) -> usize {
-    let bytes = std::fs::read(checkpoint.join("model.safetensors")).expect("a checkpoint");
-    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).expect("a header");
-    let about = &header.metadata().as_ref().expect("a description")["about"];
-    let about: serde_json::Value = about.parse().expect("JSON");
-    about["dense-below"].as_u64().expect("a size") as usize
+/// Machines with a network that takes so many seconds for a byte. Choosing elements costs more than copying, so that a fast
+/// network has no use for it.
+fn figures(beta: f64) -> Option<Figures> {
+    let (line, slow) = (Line::new(1e-6, 1e-9), Line::new(1e-6, 5e-9));
+    let rates = Rates {
+        select: Selection { exact: slow, trimmed: slow, threshold: slow, sampled: slow, carried: slow },
+        encode: line,
+        decode: line,
+        apply: Decompression { fixed: 0.0, gamma_1: 1e-8, pass: 1e-9, near: 1e-9 },
+        copy: line,
+        update: line,
+        ..Rates::default()
+    };
+    let network = Network::new(1e-5, beta);
+    let platform = Platform { cores: 2.0, contention: 1.0, network, rates, ..Platform::default() };
+    Some(Figures { platform, compute: Compute::default() })
 }
 
 #[test]
 fn what_auto_decided_stays_when_a_training_is_resumed() {
     let dir = tempfile::tempdir().expect("a directory");
-    let auto = Settings { auto: true, ..with_checkpoint(dir.path()) };
-    run(&Settings { stop_after: Some(40), ..auto.clone() }, 2);
-    let decided = dense_below(&dir.path().join("step-00000040"));
-    let resumed = run(&Settings { resume: true, ..auto.clone() }, 2).summary;
-    assert_eq!(dense_below(&dir.path().join("step-00000138")), decided);
-    let plain = Settings { auto: false, checkpoint_dir: None, dense_below: decided, ..auto };
-    assert_eq!(resumed.replica_hash, run(&plain, 2).summary.replica_hash);
-    assert!(
-        error(&Settings { resume: true, ..with_checkpoint(dir.path()) })
-            .contains("there auto is true, here false")
-    );
+    let auto = |beta| Settings { auto: true, figures: figures(beta), ..with_checkpoint(dir.path()) };
+    // The rank's end, and how many parameters are compressed.
+    let heard = |settings: &Settings| {
+        let (ended, run) = all_heard(settings, 2).remove(0);
+        (ended.expect("a training without an error").summary, run.expect("a run").compressed)
+    };
+    let new = |settings: Settings| Settings { checkpoint_dir: None, stop_after: Some(1), ..settings };
+    let (slow, fast) = (auto(1e-6), auto(1e-12));
+    let by_default = heard(&new(Settings { auto: false, ..auto(1e-6) })).1;
+    assert_eq!(heard(&new(fast.clone())).1, 0, "a fast network has no use for compression");
+    let (_, decided) = heard(&Settings { stop_after: Some(40), ..slow.clone() });
+    assert!(decided > by_default && by_default > 0, "{decided} parameters, {by_default} by default");
+    // Resumed where auto would decide otherwise.
+    let (resumed, still) = heard(&Settings { resume: true, ..fast.clone() });
+    assert_eq!(still, decided);
+    let (whole, _) = heard(&Settings { checkpoint_dir: None, ..slow });
+    assert_eq!(resumed.replica_hash, whole.replica_hash);
+    let refused = error(&Settings { resume: true, ..with_checkpoint(dir.path()) });
+    assert!(refused.contains("auto was true, is false"), "{refused}");
+}
+
+#[test]
+fn auto_measures_where_nothing_is_known() {
+    let auto = Settings { auto: true, stop_after: Some(2), ..digits() };
+    assert_eq!(run(&auto, 2).interrupted.map(|(step, _)| step), Some(2));
 }
 
 #[test]
@@ -197,15 +240,21 @@ fn foreign_and_damaged_checkpoints_are_refused_in_one_line() {
     assert!(error(&resume).contains("there is none to resume from"));
     run(&Settings { stop_after: Some(3), ..with_checkpoint(dir.path()) }, 2);
     let other = Settings { seed: 7, ..resume.clone() };
-    assert!(error(&other).contains("is of another run: there seed is 1, here 7"), "{}", error(&other));
+    assert!(error(&other).contains("is of another run: seed was 1, is 7"), "{}", error(&other));
     let other = Settings { model: "resnet20".into(), ..resume.clone() };
-    assert!(error(&other).contains("is of another run: there model is \"digits-cnn\""), "{}", error(&other));
+    assert!(
+        error(&other).contains("is of another run: model was digits-cnn, is resnet20"),
+        "{}",
+        error(&other)
+    );
     let place = dir.path().join("step-00000003");
     for file in ["model.safetensors", "worker-0000.safetensors", "rank-0000.safetensors"] {
         let path = place.join(file);
         let good = std::fs::read(&path).expect("a file of the checkpoint");
         let mut damages =
             vec![good[..good.len() / 2].to_vec(), flipped(&good, good.len() - 3), Vec::new(), vec![0xff; 64]];
+        // Anywhere in header and values.
+        damages.extend((0..50).map(|part| flipped(&good, part * (good.len() - 1) / 49)));
         if file == "model.safetensors" {
             // The last letter of a name: the values are whole, but nobody would ask for them.
             let name = b"\"momentum/";
@@ -248,5 +297,54 @@ fn a_learning_rate_that_is_too_high_is_named_as_the_cause() {
     let wild = Settings { lr: 1e6, lr_warm_up_epochs: 0.0, method: Method::Sgd, ..digits() };
     let messages: Vec<String> =
         all(&wild, 2).into_iter().filter_map(|o| o.err()).map(|e| e.to_string()).collect();
-    assert!(messages.iter().any(|m| m.contains("learning rate") || m.contains("not finite")), "{messages:?}");
+    assert_eq!(messages.len(), 2, "nobody goes on alone");
+    for message in &messages {
+        assert!(message.contains("learning rate") || message.contains("not finite"), "{messages:?}");
+    }
+}
+
+/// Cannot write what it is told at a step.
+struct Full;
+
+impl Observer for Full {
+    fn step(&mut self, _: &StepRecord) -> Result<(), TrainError> {
+        let source = std::io::Error::other("no space left");
+        Err(TrainError::Write { path: "metrics.jsonl".into(), source })
+    }
+}
+
+/// What each rank says of its end; each has its own settings, and those that are `full` cannot write.
+fn ends(settings: Vec<Settings>, full: impl Fn(usize) -> bool) -> Vec<String> {
+    let ranks = local::group(settings.len()).into_iter().zip(settings).enumerate();
+    let start = |(rank, (comm, settings)): (usize, (local::Local, Settings))| {
+        let full = full(rank);
+        std::thread::spawn(move || {
+            let data = settings.open(&Places::default(), &|_, _| ()).expect("digits are always there");
+            let never = AtomicBool::new(false);
+            let observer: &mut dyn Observer = if full { &mut Full } else { &mut () };
+            train(&settings, &data, Arc::new(comm), observer, &never).expect_err("a failure").to_string()
+        })
+    };
+    let threads: Vec<_> = ranks.map(start).collect();
+    threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+}
+
+#[test]
+fn a_rank_that_cannot_go_on_is_named_by_all_others_with_its_reason() {
+    let settings = Settings { log_every: 3, ..digits() };
+    let said = ends(vec![settings; 3], |rank| rank == 1);
+    let reason = "cannot write metrics.jsonl: no space left";
+    assert_eq!(said[1], reason);
+    for other in [&said[0], &said[2]] {
+        assert!(other.contains("rank 1 gave up") && other.contains(reason), "{said:?}");
+    }
+}
+
+#[test]
+fn a_rank_with_other_settings_is_named_before_the_first_step() {
+    let other = Settings { lr: 0.3, ..digits() };
+    let said = ends(vec![digits(), digits(), other], |_| false);
+    assert_eq!(said[0], "rank 2 runs something else: lr is 0.3 there, 0.02 here");
+    assert_eq!(said[1], said[0]);
+    assert_eq!(said[2], "rank 0 runs something else: lr is 0.02 there, 0.3 here");
 }

@@ -14,6 +14,7 @@ mod bench;
 mod files;
 mod plan;
 mod platform;
+mod ranks;
 mod report;
 mod simulate;
 mod train;

@@ -3,7 +3,6 @@
 //! one line that says which, and what would be right.
 
 use anyhow::{Context, Result, anyhow, bail};
-use redsync_engine::Preset;
 use redsync_engine::cost::{Network, Platform, Rates};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -65,7 +64,8 @@ fn yes() -> bool {
 #[derive(Clone, Debug)]
 pub struct Described {
     pub about: String,
-    pub preset: Preset,
+    /// Whether layers are treated as in the paper.
+    pub paper: bool,
     pub flops: f64,
     pub on_cores: bool,
     pub platform: Platform,
@@ -99,8 +99,8 @@ pub fn load(which: &str) -> Result<Described> {
     if !(file.flops.is_finite() && file.flops >= 0.0) {
         bail!("{which}: flops is {}: expected a number from 0 on", file.flops);
     }
-    let preset = if file.paper { Preset::Paper } else { Preset::Auto };
-    Ok(Described { about: file.about, preset, flops: file.flops, on_cores: file.on_cores, platform })
+    let File { about, paper, flops, on_cores, .. } = file;
+    Ok(Described { about, paper, flops, on_cores, platform })
 }
 
 fn read(which: &str) -> Result<File> {

@@ -13,13 +13,23 @@ pub struct Classifier {
     pub shape: [usize; 3],
     /// The number of classes.
     pub classes: usize,
-    pub(super) specs: Vec<Spec>,
-    pub(super) buffers: Buffers,
+    specs: Vec<Spec>,
+    buffers: Buffers,
     features: Vec<Feature>,
     head: Vec<Head>,
 }
 
 impl Classifier {
+    /// The parameters, in forward order.
+    pub fn specs(&self) -> &[Spec] {
+        &self.specs
+    }
+
+    /// The running statistics beside them, as they begin.
+    pub fn buffers(&self) -> Buffers {
+        self.buffers.clone()
+    }
+
     /// The scores of each class for each image.
     pub fn run(&self, pass: &mut Pass, images: Tensor<4>) -> Tensor<2> {
         let x = self.features.iter().fold(images, |x, block| block.run(pass, x));

@@ -1,8 +1,8 @@
 //! Networks by name: in comes a name and the shape of the data, out goes the network.
 
 use super::Net;
-use super::classifier::{SmallResNet, Vgg, alexnet, resnet50};
-use super::language::Lstm;
+use super::classifier::{Classifier, SmallResNet, Vgg, alexnet, resnet50};
+use super::language::{Language, Lstm};
 
 /// What a network is to be fed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,22 +116,39 @@ impl Architecture {
 
     /// The network for the data.
     pub fn build(&self, name: &str, input: Input) -> Result<Net, UnknownModel> {
-        let wrong = |takes, data| UnknownModel::Data { model: name.into(), takes, data };
-        match (self, input) {
-            (Architecture::Lstm(lstm), Input::Words { vocabulary }) => Ok(Net::Words(lstm.build(vocabulary))),
-            (Architecture::Lstm(_), Input::Images { .. }) => Err(wrong("words", "images")),
-            (_, Input::Words { .. }) => Err(wrong("images", "words")),
-            (_, Input::Images { shape: shape @ [_, height, width], classes }) => {
-                let least = self.least_side();
-                if height.min(width) < least {
-                    return Err(UnknownModel::Small { model: name.into(), least, height, width });
-                }
-                Ok(Net::Images(match self {
-                    Architecture::Vgg(vgg) => vgg.build(shape, classes),
-                    Architecture::SmallResNet(resnet) => resnet.build(shape, classes),
-                    Architecture::ResNet50 => resnet50(shape, classes),
-                    _ => alexnet(shape, classes),
-                }))
+        match input {
+            Input::Words { vocabulary } => self.language(name, vocabulary).map(Net::Words),
+            Input::Images { shape, classes } => self.classifier(name, shape, classes).map(Net::Images),
+        }
+    }
+
+    /// The network for words, if it is one.
+    pub fn language(&self, name: &str, vocabulary: usize) -> Result<Language, UnknownModel> {
+        match self {
+            Architecture::Lstm(lstm) => Ok(lstm.build(vocabulary)),
+            _ => Err(UnknownModel::Data { model: name.into(), takes: "images", data: "words" }),
+        }
+    }
+
+    /// The network for images of this shape, if it is one and they are large enough.
+    pub fn classifier(
+        &self,
+        name: &str,
+        shape: [usize; 3],
+        classes: usize,
+    ) -> Result<Classifier, UnknownModel> {
+        let [_, height, width] = shape;
+        let least = self.least_side();
+        if height.min(width) < least {
+            return Err(UnknownModel::Small { model: name.into(), least, height, width });
+        }
+        match self {
+            Architecture::Vgg(vgg) => Ok(vgg.build(shape, classes)),
+            Architecture::SmallResNet(resnet) => Ok(resnet.build(shape, classes)),
+            Architecture::ResNet50 => Ok(resnet50(shape, classes)),
+            Architecture::AlexNet => Ok(alexnet(shape, classes)),
+            Architecture::Lstm(_) => {
+                Err(UnknownModel::Data { model: name.into(), takes: "words", data: "images" })
             }
         }
     }

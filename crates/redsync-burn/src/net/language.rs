@@ -4,7 +4,7 @@
 use super::Pass;
 use super::weights::{Init, Spec};
 use crate::ops::decode::{decode, embed};
-use crate::ops::lstm::lstm;
+use crate::ops::lstm::{Parameters, lstm};
 use burn::tensor::Tensor;
 use redsync_engine::Kind;
 
@@ -29,7 +29,7 @@ pub type State = Vec<(Vec<f32>, Vec<f32>)>;
 pub struct Language {
     /// The number of different words.
     pub vocabulary: usize,
-    pub(super) specs: Vec<Spec>,
+    specs: Vec<Spec>,
     shape: Lstm,
 }
 
@@ -53,6 +53,11 @@ impl Lstm {
 }
 
 impl Language {
+    /// The parameters, in forward order.
+    pub fn specs(&self) -> &[Spec] {
+        &self.specs
+    }
+
     /// The state before the first word.
     pub fn blank(&self, batch: usize) -> State {
         let zeros = || vec![0.0; batch * self.shape.units];
@@ -70,9 +75,13 @@ impl Language {
         let mut x = x.reshape([words.len() / batch, batch, units]);
         for (depth, state) in (0..layers).zip(state) {
             let first = 1 + 4 * depth;
-            let weights = (pass.weight(first, &x), pass.weight(first + 1, &x));
-            let biases = (pass.weight(first + 2, &x), pass.weight(first + 3, &x));
-            let (y, last) = lstm(x, weights.0, weights.1, biases.0, biases.1, std::mem::take(state));
+            let parameters = Parameters {
+                weight_ih: pass.weight(first, &x),
+                weight_hh: pass.weight(first + 1, &x),
+                bias_ih: pass.weight(first + 2, &x),
+                bias_hh: pass.weight(first + 3, &x),
+            };
+            let (y, last) = lstm(x, parameters, std::mem::take(state));
             *state = last;
             x = pass.dropout(y, rate);
         }

@@ -32,15 +32,15 @@ impl Net {
     /// The parameters, in forward order.
     pub fn specs(&self) -> &[Spec] {
         match self {
-            Net::Images(net) => &net.specs,
-            Net::Words(net) => &net.specs,
+            Net::Images(net) => net.specs(),
+            Net::Words(net) => net.specs(),
         }
     }
 
     /// The running statistics it keeps beside its parameters, as they begin.
     pub fn buffers(&self) -> Buffers {
         match self {
-            Net::Images(net) => net.buffers.clone(),
+            Net::Images(net) => net.buffers(),
             Net::Words(_) => Buffers::default(),
         }
     }

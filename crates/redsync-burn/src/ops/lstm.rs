@@ -21,8 +21,17 @@ use rayon::prelude::*;
 /// What passes from one window to the next: hidden state and cell state, `[B,H]` each, row by row.
 pub type State = (Vec<f32>, Vec<f32>);
 
-/// The hidden states `[T,B,H]` of a layer over `x [T,B,I]`, and the state after the last step. The weights are `[4H,I]` and
-/// `[4H,H]`, the biases `[4H]`, in the order of gates i, f, g, o:
+/// The parameters of a layer: the weights are `[4H,I]` and `[4H,H]`, the biases `[4H]`, in the order of gates i, f, g, o.
+#[derive(Clone, Debug)]
+#[allow(missing_docs)]
+pub struct Parameters {
+    pub weight_ih: Tensor<2>,
+    pub weight_hh: Tensor<2>,
+    pub bias_ih: Tensor<1>,
+    pub bias_hh: Tensor<1>,
+}
+
+/// The hidden states `[T,B,H]` of a layer over `x [T,B,I]`, and the state after the last step:
 ///
 /// ```text
 /// i, f, o = sigmoid(W x + b + U h + d), g = tanh(W x + b + U h + d)
@@ -33,27 +42,25 @@ pub type State = (Vec<f32>, Vec<f32>);
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
-/// use redsync_burn::ops::lstm::lstm;
+/// use redsync_burn::ops::lstm::{Parameters, lstm};
 /// let device = Device::flex().autodiff();
 /// let x = Tensor::<3>::zeros([3, 2, 5], &device);
-/// let (w, u) = (Tensor::<2>::zeros([16, 5], &device), Tensor::<2>::zeros([16, 4], &device));
-/// let bias = Tensor::<1>::zeros([16], &device);
-/// let (h, (_, c)) = lstm(x, w, u, bias.clone(), bias, (vec![0.0; 8], vec![1.0; 8]));
+/// let parameters = Parameters {
+///     weight_ih: Tensor::zeros([16, 5], &device),
+///     weight_hh: Tensor::zeros([16, 4], &device),
+///     bias_ih: Tensor::zeros([16], &device),
+///     bias_hh: Tensor::zeros([16], &device),
+/// };
+/// let (h, (_, c)) = lstm(x, parameters, (vec![0.0; 8], vec![1.0; 8]));
 /// assert_eq!(h.dims(), [3, 2, 4]);
 /// assert_eq!(c, [0.125; 8]); // gates of zero halve the cell at each step
 /// ```
 ///
 /// # Panics
 /// If the shapes do not agree, or one of them is empty.
-pub fn lstm(
-    x: Tensor<3>,
-    weight_ih: Tensor<2>,
-    weight_hh: Tensor<2>,
-    bias_ih: Tensor<1>,
-    bias_hh: Tensor<1>,
-    (h, c): State,
-) -> (Tensor<3>, State) {
-    let sizes = sizes(&x, &weight_ih, &weight_hh, [&bias_ih, &bias_hh], (&h, &c));
+pub fn lstm(x: Tensor<3>, parameters: Parameters, (h, c): State) -> (Tensor<3>, State) {
+    let sizes = sizes(&x, &parameters, (&h, &c));
+    let Parameters { weight_ih, weight_hh, bias_ih, bias_hh } = parameters;
     let (x, x_node) = tape(x).into_parts();
     let (weight_ih, ih_node) = tape(weight_ih).into_parts();
     let (weight_hh, hh_node) = tape(weight_hh).into_parts();
@@ -80,18 +87,13 @@ pub fn lstm(
     (Tensor::from_primitive::<Taped>(out), after)
 }
 
-fn sizes(
-    x: &Tensor<3>,
-    weight_ih: &Tensor<2>,
-    weight_hh: &Tensor<2>,
-    biases: [&Tensor<1>; 2],
-    (h, c): (&[f32], &[f32]),
-) -> Sizes {
+fn sizes(x: &Tensor<3>, parameters: &Parameters, (h, c): (&[f32], &[f32])) -> Sizes {
+    let Parameters { weight_ih, weight_hh, bias_ih, bias_hh } = parameters;
     let ([steps, batch, input], [gates, hidden]) = (x.dims(), weight_hh.dims());
     assert!(steps * batch * input * hidden > 0, "an empty window or layer");
     assert_eq!(gates, 4 * hidden, "rows of the recurrent weights");
     assert_eq!(weight_ih.dims(), [gates, input], "shape of the input weights");
-    biases.iter().for_each(|bias| assert_eq!(bias.dims(), [gates], "length of a bias"));
+    [bias_ih, bias_hh].iter().for_each(|bias| assert_eq!(bias.dims(), [gates], "length of a bias"));
     assert_eq!([h.len(), c.len()], [batch * hidden; 2], "length of the state");
     Sizes { steps, batch, input, hidden }
 }

@@ -10,21 +10,22 @@
 //! it is read.
 
 use super::{EpochRecord, TrainError};
-use redsync_engine::replica_hash;
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
-use serde_json::{Value, json};
-use std::collections::HashMap;
+use redsync_engine::file::{self, About, Content};
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 /// The file with what is the same on all ranks.
 pub(super) const MODEL_FILE: &str = "model.safetensors";
 
-/// Named vectors.
-pub(super) type Tensors = Vec<(String, Vec<f32>)>;
+/// The format of that file.
+pub(super) const MODEL: &str = "redsync-model";
+/// The format of a rank's own part.
+pub(super) const WORKER: &str = "redsync-worker";
 
-fn wrong(path: &Path, why: impl ToString) -> TrainError {
+pub(super) fn wrong(path: &Path, why: impl ToString) -> TrainError {
     TrainError::Checkpoint { path: path.to_path_buf(), why: why.to_string() }
 }
 
@@ -52,7 +53,9 @@ pub(super) fn complete(dir: &Path, step: u64) -> Result<(), TrainError> {
     let place = place(dir, step);
     let name = place.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let before = latest(dir)?;
-    write(&dir.join("latest"), name.as_bytes())?;
+    let latest = dir.join("latest");
+    file::replace(&latest, |file| file.write_all(name.as_bytes()))
+        .map_err(|source| TrainError::Write { path: latest, source })?;
     if before.as_ref() == Some(&place) {
         return Ok(()); // the same step again: the one before is still the one before
     }
@@ -75,126 +78,101 @@ fn is_name(name: &str) -> bool {
         .is_some_and(|step| !step.is_empty() && step.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// Writes a file so that it is there whole or not at all.
-fn write(path: &Path, bytes: &[u8]) -> Result<(), TrainError> {
-    let failed = |source| TrainError::Write { path: path.to_path_buf(), source };
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(".part");
-    let part = path.with_file_name(name);
-    let mut file = fs::File::create(&part).map_err(failed)?;
-    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
-    fs::rename(&part, path).map_err(failed)?;
-    // The name itself is durable only with its directory.
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-    parent.map_or(Ok(()), |parent| fs::File::open(parent).and_then(|dir| dir.sync_all())).map_err(failed)
+/// The file of a rank's own part.
+pub(super) fn worker_file(place: &Path, rank: usize) -> PathBuf {
+    place.join(format!("worker-{rank:04}.safetensors"))
 }
 
-/// The sum over all values, their names and the description, in a fixed order.
-fn checksum(tensors: &Tensors, about: &str) -> String {
-    let mut slices: Vec<&[f32]> = tensors.iter().map(|(_, values)| &values[..]).collect();
-    let names = tensors.iter().flat_map(|(name, _)| name.bytes().chain([0]));
-    let text: Vec<f32> = names.chain(about.bytes()).map(f32::from).collect();
-    slices.push(&text);
-    format!("{:016x}", replica_hash(&slices))
-}
-
-/// Writes tensors and a description into a file.
-pub(super) fn write_tensors(path: &Path, tensors: &Tensors, about: &Value) -> Result<(), TrainError> {
-    let about = about.to_string();
-    let mut sorted: Tensors = tensors.clone();
-    sorted.sort_by(|a, b| a.0.cmp(&b.0));
-    let metadata =
-        HashMap::from([("check".to_string(), checksum(&sorted, &about)), ("about".to_string(), about)]);
-    let view = |(name, values)| {
-        let view = TensorView::new(Dtype::F32, vec![<Vec<f32>>::len(values)], bytemuck::cast_slice(values));
-        view.map(|view| (name, view))
-    };
-    let views = sorted.iter().map(|(name, values)| view((name, values))).collect::<Result<Vec<_>, _>>();
-    let views = views.map_err(|error| wrong(path, error))?;
-    let bytes = safetensors::serialize(views, Some(metadata)).map_err(|error| wrong(path, error))?;
-    write(path, &bytes)
-}
-
-/// Reads what [`write_tensors`] wrote, and nothing else.
-pub(super) fn read_tensors(path: &Path) -> Result<(HashMap<String, Vec<f32>>, Value), TrainError> {
-    let bytes = fs::read(path).map_err(|error| wrong(path, error))?;
-    let damaged = |_| wrong(path, "is damaged: it is no safetensors file");
-    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(damaged)?;
-    let metadata =
-        header.metadata().as_ref().ok_or_else(|| wrong(path, "is not a checkpoint of a training"))?;
-    let (Some(about), Some(check)) = (metadata.get("about"), metadata.get("check")) else {
-        return Err(wrong(path, "is not a checkpoint of a training"));
-    };
-    let parsed = SafeTensors::deserialize(&bytes).map_err(damaged)?;
-    let mut tensors: Tensors = Vec::new();
-    for (name, view) in parsed.tensors() {
-        if view.dtype() != Dtype::F32 {
-            return Err(wrong(path, format!("{name} is not made of 32-bit numbers")));
-        }
-        let values =
-            view.data().chunks_exact(4).map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]]));
-        tensors.push((name, values.collect()));
-    }
-    tensors.sort_by(|a, b| a.0.cmp(&b.0));
-    if checksum(&tensors, about) != *check {
-        return Err(wrong(path, "is damaged: its checksum is wrong"));
-    }
-    let about =
-        serde_json::from_str(about).map_err(|_| wrong(path, "is damaged: its description cannot be read"))?;
-    Ok((tensors.into_iter().collect(), about))
-}
-
-/// Takes a vector of a length out of those that were read.
-pub(super) fn take(
+/// Writes the part of a checkpoint that is one of `format`.
+pub(super) fn write<'a>(
     path: &Path,
-    tensors: &mut HashMap<String, Vec<f32>>,
-    name: &str,
-    length: usize,
-) -> Result<Vec<f32>, TrainError> {
-    match tensors.remove(name) {
-        Some(values) if values.len() == length => Ok(values),
-        Some(values) => Err(wrong(path, format!("{name} has {} elements instead of {length}", values.len()))),
-        None => Err(wrong(path, format!("has no {name}: it is of another model"))),
-    }
+    format: &str,
+    about: &About,
+    tensors: impl IntoIterator<Item = &'a (String, &'a [f32])>,
+) -> Result<(), TrainError> {
+    let tensors = tensors.into_iter().map(|(name, values)| (name.as_str(), *values));
+    Ok(file::write(path, format, about, tensors)?)
 }
 
-/// Refuses a checkpoint of another run: every entry of `ours` must be the same in `theirs`.
-pub(super) fn same_run(path: &Path, ours: &Value, theirs: &Value) -> Result<(), TrainError> {
-    // Numbers lose their last bit on the way through text: ours go the same way before they are compared.
-    let ours: Value = ours.to_string().parse().map_err(|error| wrong(path, error))?;
-    let (Some(ours), Some(theirs)) = (ours.as_object(), theirs.as_object()) else {
-        return Err(wrong(path, "does not say of which run it is"));
-    };
-    let mut differing: Vec<_> = ours.iter().filter(|(key, value)| theirs.get(*key) != Some(value)).collect();
-    // Another model brings other values of its own; it is the cause.
-    differing.sort_by_key(|(key, _)| (*key != "model", *key != "data"));
-    match differing.first() {
-        None => Ok(()),
-        Some((key, value)) => {
-            let theirs = theirs.get(*key).unwrap_or(&Value::Null);
-            Err(wrong(path, format!("is of another run: there {key} is {theirs}, here {value}")))
+/// What a file holds: vectors to take out, and its description.
+pub(super) struct Contents {
+    path: PathBuf,
+    about: About,
+    tensors: BTreeMap<String, Vec<f32>>,
+}
+
+impl Contents {
+    /// Reads what [`write`] wrote, and nothing else.
+    pub fn read(path: PathBuf, format: &str) -> Result<Self, TrainError> {
+        let Content { about, tensors } = file::read(&path, format)?;
+        Ok(Contents { path, about, tensors })
+    }
+
+    /// What is wrong with this file.
+    pub fn wrong(&self, why: impl ToString) -> TrainError {
+        wrong(&self.path, why)
+    }
+
+    /// Its whole description.
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// An entry of its description.
+    pub fn text(&self, key: &str) -> Result<&str, TrainError> {
+        self.about.get(key).map(String::as_str).ok_or_else(|| self.wrong(format!("does not say its {key}")))
+    }
+
+    /// An entry of its description that is a number.
+    pub fn number<N: FromStr>(&self, key: &str) -> Result<N, TrainError> {
+        self.text(key)?.parse().map_err(|_| self.wrong(format!("has a {key} that is no number")))
+    }
+
+    /// Whether it has a vector of that name.
+    pub fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// Takes a vector of a length out.
+    pub fn take(&mut self, name: &str, length: usize) -> Result<Vec<f32>, TrainError> {
+        match self.tensors.remove(name) {
+            Some(values) if values.len() == length => Ok(values),
+            Some(values) => {
+                Err(self.wrong(format!("{name} has {} elements instead of {length}", values.len())))
+            }
+            None => Err(self.wrong(format!("has no {name}: it is of another model"))),
+        }
+    }
+
+    /// Refuses vectors that nobody took.
+    pub fn check_empty(&self) -> Result<(), TrainError> {
+        match self.tensors.keys().next() {
+            None => Ok(()),
+            Some(name) => Err(self.wrong(format!("has {name}, which is not of this model"))),
         }
     }
 }
 
-/// Epochs with every bit, NaN and infinity too, which JSON's numbers cannot carry.
-pub(super) fn write_epochs(records: &[EpochRecord]) -> Value {
-    let row = |r: &EpochRecord| {
-        let numbers = [r.train_loss, r.test_loss, r.metric, r.seconds, r.images_per_second].map(f64::to_bits);
-        json!([r.epoch, r.metric_name, numbers])
+/// Epochs as lines; numbers in Rust's text come back with every bit, and what is no number, too.
+pub(super) fn write_epochs(records: &[EpochRecord]) -> String {
+    let line = |r: &EpochRecord| {
+        let EpochRecord { epoch, metric_name, train_loss, test_loss, metric, seconds, images_per_second } = r;
+        format!("{epoch} {metric_name} {train_loss} {test_loss} {metric} {seconds} {images_per_second}")
     };
-    records.iter().map(row).collect()
+    records.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
 /// What [`write_epochs`] wrote.
-pub(super) fn read_epochs(value: &Value) -> Option<Vec<EpochRecord>> {
-    type Row = (u32, String, [u64; 5]);
-    let rows: Vec<Row> = serde_json::from_value(value.clone()).ok()?;
-    let record = |(epoch, metric_name, numbers): Row| {
-        let [train_loss, test_loss, metric, seconds, images_per_second] = numbers.map(f64::from_bits);
-        EpochRecord { epoch, train_loss, test_loss, metric, metric_name, seconds, images_per_second }
+pub(super) fn read_epochs(text: &str) -> Option<Vec<EpochRecord>> {
+    let record = |line: &str| {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [epoch, metric_name, numbers @ ..] = &words[..] else { return None };
+        let numbers = numbers.iter().map(|number| number.parse().ok()).collect::<Option<Vec<f64>>>()?;
+        let [train_loss, test_loss, metric, seconds, images_per_second] = numbers.try_into().ok()?;
+        let (epoch, metric_name) = (epoch.parse().ok()?, metric_name.to_string());
+        Some(EpochRecord { epoch, train_loss, test_loss, metric, metric_name, seconds, images_per_second })
     };
-    Some(rows.into_iter().map(record).collect())
+    text.lines().map(record).collect()
 }
 
 #[cfg(test)]
@@ -213,14 +191,16 @@ mod tests {
             images_per_second: 1e300,
         };
         let records = [record(f64::NAN), record(f64::INFINITY), record(1.0 / 3.0)];
-        let text = write_epochs(&records).to_string();
-        let read = read_epochs(&text.parse().expect("JSON")).expect("epochs");
+        let read = read_epochs(&write_epochs(&records)).expect("epochs");
         let bits = |records: &[EpochRecord]| -> Vec<[u64; 5]> {
             let numbers =
                 |r: &EpochRecord| [r.train_loss, r.test_loss, r.metric, r.seconds, r.images_per_second];
             records.iter().map(|r| numbers(r).map(f64::to_bits)).collect()
         };
         assert_eq!(bits(&read), bits(&records));
-        assert_eq!(read_epochs(&json!([[1, "accuracy", [1, 2]]])), None);
+        assert_eq!(read_epochs(""), Some(Vec::new()));
+        for damaged in ["1 accuracy 1 2", "1 accuracy 1 2 3 4 5 6", "one accuracy 1 2 3 4 5"] {
+            assert_eq!(read_epochs(damaged), None, "{damaged}");
+        }
     }
 }

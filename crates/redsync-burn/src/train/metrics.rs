@@ -1,43 +1,14 @@
 //! What a training tells: records of steps, layers and epochs for an observer, and the summary at the end. [`Metrics`] is the
 //! observer that writes them as JSON lines and as TensorBoard events.
 
-use super::TrainError;
 use super::events::Events;
+use super::seconds::milliseconds;
+use super::{Seconds, TrainError};
+use redsync_engine::file::replace;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-
-/// Seconds (of a run) or milliseconds (of a step) by phase. Selecting, encoding and decoding run beside the backward pass; exchange
-/// is the time in which there was nothing left to do but to wait for other ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub struct Seconds {
-    pub forward: f64,
-    pub backward: f64,
-    pub select: f64,
-    pub encode: f64,
-    pub exchange: f64,
-    pub decode: f64,
-    pub apply: f64,
-    pub update: f64,
-    pub total: f64,
-}
-
-impl Seconds {
-    /// Adds another, scaled.
-    pub fn add(&mut self, other: &Seconds, factor: f64) {
-        self.forward += factor * other.forward;
-        self.backward += factor * other.backward;
-        self.select += factor * other.select;
-        self.encode += factor * other.encode;
-        self.exchange += factor * other.exchange;
-        self.decode += factor * other.decode;
-        self.apply += factor * other.apply;
-        self.update += factor * other.update;
-        self.total += factor * other.total;
-    }
-}
 
 /// What a run is, told once.
 #[derive(Clone, Debug, Serialize)]
@@ -72,7 +43,8 @@ pub struct StepRecord {
     pub step: u64,
     pub loss: f64,
     pub lr: f32,
-    pub ms: Seconds,
+    #[serde(rename = "ms", with = "milliseconds")]
+    pub seconds: Seconds,
     pub exposed_ms: f64,
     /// Of a step.
     pub bytes_sent: u64,
@@ -212,8 +184,7 @@ impl Metrics {
             )));
         }
         let kept: String = old.split_inclusive('\n').filter(|line| is_before(line, run)).collect();
-        let part = self.dir.join("metrics.jsonl.part");
-        std::fs::write(&part, kept).and_then(|()| std::fs::rename(&part, &path)).map_err(failed)?;
+        replace(&path, |file| file.write_all(kept.as_bytes())).map_err(failed)?;
         let lines = OpenOptions::new().append(true).open(&path).map_err(failed)?;
         self.files = Some((lines, Events::new(&self.dir)?));
         Ok(())

@@ -5,23 +5,33 @@
 //! ```
 
 mod checkpoint;
+mod epoch;
 mod events;
+mod images;
 mod metrics;
 mod optimizer;
+mod ranks;
+mod resume;
 mod schedule;
+mod seconds;
 mod settings;
+mod task;
+mod tell;
 mod trainer;
+mod words;
 
-pub use metrics::{EpochRecord, LayerRecord, Metrics, Observer, RunRecord, Seconds, StepRecord, Summary};
+pub use metrics::{EpochRecord, LayerRecord, Metrics, Observer, RunRecord, StepRecord, Summary};
 pub use optimizer::Optimizer;
 pub use schedule::{Pace, Schedule};
-pub use settings::{Begin, Settings};
-pub use trainer::{Ended, train};
+pub use seconds::{Seconds, milliseconds};
+pub use settings::{Settings, WarmUp};
+pub use trainer::{Ended, train, train_network};
 
 use crate::net::UnknownModel;
 use redsync_comm::CommError;
 use redsync_data::{DataError, OrderError};
 use redsync_engine::SyncError;
+use redsync_engine::file::FileError;
 use std::path::PathBuf;
 
 /// Why a training ended early.
@@ -38,7 +48,7 @@ pub enum TrainError {
     Order(#[from] OrderError),
     /// The exchange of gradients.
     #[error(transparent)]
-    Sync(#[from] SyncError),
+    Sync(Box<SyncError>),
     /// Another collective.
     #[error("{what}: {source}")]
     Comm {
@@ -55,7 +65,10 @@ pub enum TrainError {
         /// What is wrong.
         why: String,
     },
-    /// A file that cannot be written.
+    /// A file of a checkpoint that cannot be written or read.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Another file that cannot be written.
     #[error("cannot write {path}: {source}")]
     Write {
         /// The file.
@@ -76,4 +89,10 @@ pub enum TrainError {
         /// The learning rate.
         rate: f32,
     },
+}
+
+impl From<SyncError> for TrainError {
+    fn from(error: SyncError) -> Self {
+        TrainError::Sync(Box::new(error))
+    }
 }

@@ -7,14 +7,12 @@ use crate::net::{Spec, Weights};
 use rayon::prelude::*;
 use redsync_core::{Momentum, apply};
 use redsync_engine::{Kind, Synchronizer, Update};
-use serde::{Deserialize, Serialize};
 
 /// Below this many elements a layer is updated by one thread.
 const PARALLEL_FROM: usize = 1 << 17;
 
 /// Which optimizer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Optimizer {
     /// Plain gradient descent.
     Sgd,
@@ -30,8 +28,18 @@ impl Optimizer {
 
     /// The optimizer of a name.
     pub fn from_name(name: &str) -> Option<Self> {
-        let all = [Optimizer::Sgd, Optimizer::Momentum, Optimizer::Nesterov];
-        Self::NAMES.iter().position(|known| *known == name).map(|at| all[at])
+        [Optimizer::Sgd, Optimizer::Momentum, Optimizer::Nesterov]
+            .into_iter()
+            .find(|known| known.name() == name)
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Optimizer::Sgd => "sgd",
+            Optimizer::Momentum => "momentum",
+            Optimizer::Nesterov => "nesterov",
+        }
     }
 
     /// The same with its coefficient, as residuals take it.
@@ -88,13 +96,14 @@ impl Descent {
     }
 
     /// Before a step: layers that have become sparse take their momentum along.
-    pub fn hand_over(&mut self, sync: &Synchronizer) {
+    pub fn hand_over(&mut self, sync: &Synchronizer) -> Result<(), TrainError> {
         for (layer, buffer) in self.buffers.iter_mut().enumerate() {
             if sync.is_sparse(layer) && !buffer.is_empty() {
-                sync.adopt_momentum(layer, buffer);
+                sync.adopt_momentum(layer, buffer)?;
                 *buffer = Vec::new();
             }
         }
+        Ok(())
     }
 }
 

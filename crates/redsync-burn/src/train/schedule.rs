@@ -1,10 +1,7 @@
 //! Learning rates: in comes how far the training is, out goes the rate.
 
-use serde::{Deserialize, Serialize};
-
 /// How the learning rate changes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Schedule {
     /// Not at all.
     Constant,
@@ -22,8 +19,19 @@ impl Schedule {
 
     /// The schedule of a name.
     pub fn from_name(name: &str) -> Option<Self> {
-        let all = [Schedule::Constant, Schedule::Step, Schedule::Cosine, Schedule::Plateau];
-        Self::NAMES.iter().position(|known| *known == name).map(|at| all[at])
+        [Schedule::Constant, Schedule::Step, Schedule::Cosine, Schedule::Plateau]
+            .into_iter()
+            .find(|known| known.name() == name)
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Schedule::Constant => "constant",
+            Schedule::Step => "step",
+            Schedule::Cosine => "cosine",
+            Schedule::Plateau => "plateau",
+        }
     }
 }
 

@@ -2,36 +2,67 @@
 
 use super::{Optimizer, Schedule, TrainError};
 use redsync_data::{DataSet, Places};
-use redsync_engine::{Config, Method, Mode, Preset, WarmUp};
-use serde::Serialize;
+use redsync_engine::{Config, Figures, Method, Preset};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How compression begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Begin {
+/// How compression begins, in epochs. [`WarmUp::in_steps`] is the same as the synchronizer takes it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum WarmUp {
     /// At once.
     None,
-    /// After dense epochs.
-    Dense,
-    /// By lower and lower densities, some epochs each.
-    Ramp,
+    /// After so many dense epochs.
+    Dense(f64),
+    /// By lower and lower densities, so many epochs each.
+    Ramp(f64),
 }
 
-impl Begin {
+impl WarmUp {
     /// The names of all.
     pub const NAMES: [&str; 3] = ["none", "dense", "ramp"];
 
-    /// The one of a name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        let all = [Begin::None, Begin::Dense, Begin::Ramp];
-        Self::NAMES.iter().position(|known| *known == name).map(|at| all[at])
+    /// The one of a name, with so many epochs if it takes any.
+    ///
+    /// ```
+    /// use redsync_burn::train::WarmUp;
+    /// assert_eq!(WarmUp::from_name("ramp", 0.5), Some(WarmUp::Ramp(0.5)));
+    /// assert_eq!(WarmUp::Ramp(0.5).in_steps(46), redsync_engine::WarmUp::Ramp(23));
+    /// ```
+    pub fn from_name(name: &str, epochs: f64) -> Option<Self> {
+        let all = [WarmUp::None, WarmUp::Dense(epochs), WarmUp::Ramp(epochs)];
+        all.into_iter().find(|warm_up| warm_up.name() == name)
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            WarmUp::None => "none",
+            WarmUp::Dense(_) => "dense",
+            WarmUp::Ramp(_) => "ramp",
+        }
+    }
+
+    /// Its epochs.
+    pub fn epochs(self) -> f64 {
+        match self {
+            WarmUp::None => 0.0,
+            WarmUp::Dense(epochs) | WarmUp::Ramp(epochs) => epochs,
+        }
+    }
+
+    /// The same in steps.
+    pub fn in_steps(self, steps_per_epoch: u64) -> redsync_engine::WarmUp {
+        let steps = (self.epochs() * steps_per_epoch as f64).round() as u64;
+        match self {
+            WarmUp::None => redsync_engine::WarmUp::None,
+            WarmUp::Dense(_) => redsync_engine::WarmUp::Dense(steps),
+            WarmUp::Ramp(_) => redsync_engine::WarmUp::Ramp(steps),
+        }
     }
 }
 
 /// What a training is to do. The fields are documented as the options of `redsync train`.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub struct Settings {
     pub model: String,
@@ -41,8 +72,9 @@ pub struct Settings {
     pub density: f64,
     pub dense_below: usize,
     pub auto: bool,
-    pub warm_up: Begin,
-    pub warm_up_epochs: f64,
+    /// With `auto`: what machines and network need, if that is known; otherwise it is measured.
+    pub figures: Option<Figures>,
+    pub warm_up: WarmUp,
     pub masking: bool,
     pub bf16: bool,
     pub epochs: u32,
@@ -95,12 +127,12 @@ impl Settings {
             model: model.into(),
             data: data.into(),
             method: Method::RgcAsq,
-            preset: Preset::Auto,
+            preset: Preset::Carried,
             density: 0.001,
             dense_below: Config::default().dense_below,
             auto: false,
-            warm_up: Begin::Dense,
-            warm_up_epochs: 1.0,
+            figures: None,
+            warm_up: WarmUp::Dense(1.0),
             masking: true,
             bf16: false,
             epochs,
@@ -130,24 +162,18 @@ impl Settings {
 
     /// What the synchronizer is told.
     pub(super) fn config(&self, steps_per_epoch: u64) -> Config {
-        let warm = (self.warm_up_epochs * steps_per_epoch as f64).round() as u64;
-        let recurrent = self.model.starts_with("lstm") || self.clip.is_some();
         Config {
             method: self.method,
             preset: self.preset,
             dense_below: self.dense_below,
             density: self.density,
-            warm_up: match self.warm_up {
-                Begin::None => WarmUp::None,
-                Begin::Dense => WarmUp::Dense(warm),
-                Begin::Ramp => WarmUp::Ramp(warm),
-            },
+            warm_up: self.warm_up.in_steps(steps_per_epoch),
             momentum: self.optimizer.momentum(self.momentum),
             masking: self.masking,
             bf16: self.bf16,
-            mode: if recurrent { Mode::Rnn { clip: self.clip } } else { Mode::Cnn },
+            clip: self.clip,
             deadline: self.deadline,
-            threads: 1,
+            threads: self.threads,
             ..Config::default()
         }
     }
@@ -173,7 +199,8 @@ impl Settings {
         if self.clip.is_some_and(|clip| !(clip > 0.0 && clip.is_finite())) {
             return refuse(format!("clip is {}, and must be positive", self.clip.unwrap_or_default()));
         }
-        let epochs = [("warm-up-epochs", self.warm_up_epochs), ("lr-warm-up-epochs", self.lr_warm_up_epochs)];
+        let epochs =
+            [("warm-up-epochs", self.warm_up.epochs()), ("lr-warm-up-epochs", self.lr_warm_up_epochs)];
         if let Some((name, value)) = epochs.into_iter().find(|(_, value)| !(0.0..1e6).contains(value)) {
             return refuse(format!("{name} is {value}, and must lie in 0 .. 1000000"));
         }
@@ -206,5 +233,18 @@ impl Settings {
             }
         }
         Ok(data)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_threads_of_a_worker_are_those_that_compress_and_apply() {
+        for threads in [1, 3] {
+            let settings = Settings { threads, ..Settings::for_model("digits-cnn") };
+            assert_eq!(settings.config(10).threads, threads);
+        }
     }
 }

@@ -5,7 +5,9 @@ use super::{Common, median, print_json, progress, table, time_ms};
 use anyhow::Result;
 use clap::Args;
 use rand::seq::SliceRandom;
-use redsync_core::{Compressor, Config, Field, Gradient, Level, Selector, Sparse, Workspace, add_assign};
+use redsync_core::{
+    Compressor, Config, Field, Gradient, LayerError, Level, Selector, Sparse, Workspace, add_assign,
+};
 use serde::Serialize;
 
 /// Steps before the measured ones, in which residuals and carried thresholds settle.
@@ -77,9 +79,7 @@ impl Contestant {
             Contestant::Selector(compressor, _) => {
                 let old = compressor.residual();
                 let mut next = Compressor::new(0, "bench", old.len(), *compressor.config())?;
-                let fits = next.residual_mut().restore(old.u(), old.v());
-                anyhow::ensure!(fits, "a residual does not fit into its copy");
-                next.set_memory(compressor.memory());
+                next.restore(old.u(), old.v(), compressor.memory())?;
                 **compressor = next;
             }
         }
@@ -93,7 +93,11 @@ impl Contestant {
                 Ok(Outcome { ms, selected: 0, exact: false })
             }
             Contestant::Selector(compressor, workspace) => {
-                let (ms, done) = time_ms(|| compressor.select(step, Gradient::F32(gradient), 1.0, workspace));
+                let (ms, done) = time_ms(|| {
+                    compressor.accumulate(step, Gradient::F32(gradient), 1.0, workspace)?;
+                    compressor.select(step, workspace);
+                    Ok::<_, LayerError>(())
+                });
                 done?;
                 let chosen = workspace.message();
                 let exact = is_top_k(chosen, compressor.residual().v(), k);

@@ -99,7 +99,8 @@ impl Wire {
         let Common { n, threads, steps, .. } = self.common;
         let mut workspace = Workspace::new(threads.into());
         let mut layer = Compressor::new(0, "bench", n, config)?;
-        layer.select(0, Gradient::F32(gradient), 1.0, &mut workspace)?;
+        layer.accumulate(0, Gradient::F32(gradient), 1.0, &mut workspace)?;
+        layer.select(0, &mut workspace);
         let chosen = workspace.message();
         let (mut writer, mut decoded) = (FrameWriter::new(), Sparse::new());
         let (mut encode, mut decode, mut bytes) = (Vec::new(), Vec::new(), 0);

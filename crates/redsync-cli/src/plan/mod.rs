@@ -6,15 +6,15 @@ mod layers;
 pub mod predict;
 
 use crate::bench::{Comm, grouped, parse_density, parse_model, parse_ms, print_json, progress, table};
-use crate::platform;
-use anyhow::{Context, Result, anyhow, bail};
+use crate::{platform, ranks};
+use anyhow::Result;
 use clap::Args;
 use predict::{Answer, Question};
-use redsync_comm::{Communicator, local, mpi};
+use redsync_comm::Communicator;
 use redsync_core::Density;
 use redsync_engine::cost::{Compute, Platform};
 use redsync_engine::models::Model;
-use redsync_engine::{Config, Layer, Mode, Preset, measure};
+use redsync_engine::{Config, Layer, Preset, measure};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -46,9 +46,10 @@ impl ModelArgs {
     }
 
     /// The configuration that predictions start from.
-    pub fn config(&self, recurrent: bool, preset: Preset) -> Config {
-        let mode = if recurrent { Mode::Rnn { clip: Some(0.25) } } else { Mode::Cnn };
-        Config { density: self.density.fraction(), mode, preset, ..Config::default() }
+    pub fn config(&self, recurrent: bool, paper: bool) -> Config {
+        let preset = if paper { Preset::Paper { recurrent } } else { Preset::Carried };
+        let clip = recurrent.then_some(0.25);
+        Config { density: self.density.fraction(), clip, preset, ..Config::default() }
     }
 }
 
@@ -96,26 +97,24 @@ struct Report<'a> {
 impl Plan {
     pub fn run(self) -> Result<()> {
         let (name, layers, recurrent) = self.model.resolve()?;
-        let (platform, ranks, preset) = match (&self.platform, self.comm) {
+        let (platform, ranks, paper) = match (&self.platform, self.comm) {
             (Some(which), _) => {
                 let described = platform::load(which).map_err(refused)?;
-                (described.platform, self.described_ranks(), described.preset)
+                (described.platform, self.described_ranks(), described.paper)
             }
-            (None, Some(Comm::Local)) => {
-                (self.measure_local(recurrent)?, self.described_ranks(), Preset::Auto)
-            }
+            (None, Some(Comm::Local)) => (self.measure_local(recurrent)?, self.described_ranks(), false),
             (None, Some(Comm::Mpi)) => match self.measure_mpi(recurrent)? {
-                Some((platform, ranks)) => (platform, ranks, Preset::Auto),
+                Some((platform, ranks)) => (platform, ranks, false),
                 None => return Ok(()),
             },
             (None, None) => {
                 let network = platform::network(&self.network).map_err(refused)?;
-                let config = self.model.config(recurrent, Preset::Auto);
+                let config = self.model.config(recurrent, false);
                 let bar = progress(100, "measuring this machine");
                 let platform =
                     measure::machine(&config, network, &mut |done| bar.set_position((100.0 * done) as u64))?;
                 bar.finish_and_clear();
-                (platform, self.described_ranks(), Preset::Auto)
+                (platform, self.described_ranks(), false)
             }
         };
         if let Some(path) = &self.save {
@@ -123,7 +122,7 @@ impl Plan {
         }
         let question = Question {
             layers: &layers,
-            config: self.model.config(recurrent, preset),
+            config: self.model.config(recurrent, paper),
             platform: &platform,
             ranks,
             compute: self.compute(),
@@ -147,44 +146,20 @@ impl Plan {
 
     fn measure_local(&self, recurrent: bool) -> Result<Platform> {
         let ranks = self.described_ranks();
-        let config = self.model.config(recurrent, Preset::Auto);
+        let config = self.model.config(recurrent, false);
         if ranks > 256 {
             return Err(crate::usage("--comm local wants at most 256 ranks: each is a thread".into()));
         }
-        let threads: Vec<_> = local::group(ranks)
-            .into_iter()
-            .map(|comm| {
-                let config = config.clone();
-                std::thread::spawn(move || measured(Arc::new(comm), &config))
-            })
-            .collect();
-        let mut platform = None;
-        for thread in threads {
-            let outcome = thread.join().unwrap_or_else(|_| Err(anyhow!("a rank panicked")))?;
-            platform = platform.or(Some(outcome));
-        }
-        platform.context("there are no ranks")
+        ranks::on_threads(ranks, move |comm| measured(comm, &config))
     }
 
     /// The platform on rank 0.
     fn measure_mpi(&self, recurrent: bool) -> Result<Option<(Platform, usize)>> {
-        let comm: Arc<dyn Communicator> = Arc::new(mpi::world()?);
-        let (rank, ranks) = (comm.rank(), comm.size());
-        if self.ranks.is_some_and(|said| said as usize != ranks) {
-            bail!(
-                "mpirun started {ranks} ranks, --ranks says {}: is it the mpirun of another MPI?",
-                self.described_ranks()
-            );
-        }
-        match measured(comm.clone(), &self.model.config(recurrent, Preset::Auto)) {
-            Ok(platform) => Ok((rank == 0).then_some((platform, ranks))),
-            Err(error) => {
-                // Before the communicator goes: mpirun ends the other ranks when the first one fails.
-                crate::complain(&format!("rank {rank}: {error:#}"));
-                drop(comm);
-                std::process::exit(1);
-            }
-        }
+        let config = self.model.config(recurrent, false);
+        ranks::on_mpi("ranks", self.ranks.map(|said| said as usize), |comm| {
+            let ranks = comm.size();
+            Ok((measured(comm, &config)?, ranks))
+        })
     }
 
     fn print(&self, name: &str, platform: &Platform, answer: &Answer) {

@@ -13,7 +13,7 @@ const MOST_RANKS: usize = 1 << 16;
 /// A model among ranks on a platform.
 pub struct Question<'a> {
     pub layers: &'a [Layer],
-    /// Density, mode, preset; the method is each in turn.
+    /// Density, clipping, preset; the method is each in turn.
     pub config: Config,
     pub platform: &'a Platform,
     pub ranks: usize,
@@ -222,12 +222,15 @@ fn planned(step: &Step<'_>, i: usize) -> Planned {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use redsync_engine::Preset;
     use redsync_engine::models::Model;
 
     fn answer(model: &str, platform: &str, ranks: usize, compute: Compute) -> Answer {
         let layers = Model::named(model).unwrap().layers;
         let described = crate::platform::load(platform).unwrap();
-        let config = Config { preset: described.preset, ..Config::default() };
+        let paper = Preset::Paper { recurrent: false };
+        let config =
+            Config { preset: if described.paper { paper } else { Preset::Carried }, ..Config::default() };
         Question { layers: &layers, config, platform: &described.platform, ranks, compute }.answer().unwrap()
     }
 

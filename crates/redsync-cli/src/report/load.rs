@@ -2,6 +2,7 @@
 //! What must hold: unknown fields are no error, a damaged file is one line that names file, line and cause.
 
 use anyhow::{Context, Result, anyhow, bail};
+use redsync_burn::train::{Seconds, milliseconds};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -42,32 +43,9 @@ pub struct Meta {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Step {
-    pub ms: Phases,
+    #[serde(rename = "ms", with = "milliseconds")]
+    pub seconds: Seconds,
     pub exposed_ms: f64,
-}
-
-/// Milliseconds by phase.
-#[derive(Clone, Copy, Debug, Default, Deserialize)]
-#[serde(default)]
-pub struct Phases {
-    pub forward: f64,
-    pub backward: f64,
-    pub select: f64,
-    pub encode: f64,
-    pub exchange: f64,
-    pub decode: f64,
-    pub apply: f64,
-    pub update: f64,
-}
-
-impl Phases {
-    pub const NAMES: [&str; 8] =
-        ["forward", "backward", "select", "encode", "exchange", "decode", "apply", "update"];
-
-    pub fn values(&self) -> [f64; 8] {
-        let Phases { forward, backward, select, encode, exchange, decode, apply, update } = *self;
-        [forward, backward, select, encode, exchange, decode, apply, update]
-    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -141,7 +119,9 @@ pub struct SyncStep {
     pub bytes_sent_per_step: f64,
     #[serde(default)]
     pub dense_bytes_per_step: f64,
-    pub breakdown: Phases,
+    /// In milliseconds there, in seconds here.
+    #[serde(with = "milliseconds")]
+    pub breakdown: Seconds,
 }
 
 impl SyncStep {

@@ -1,9 +1,10 @@
 //! What the page shows, from what was found: each section only if there is something for it.
 
 use super::chart::{Axes, Series, bars, lines, short};
-use super::load::{Cell, Found, Phases, Run, Simulation};
+use super::load::{Cell, Found, Run, Simulation};
 use super::page::{Section, figure, grid, legend, table, text};
 use anyhow::Result;
+use redsync_burn::train::Seconds;
 use std::collections::BTreeMap;
 
 /// Every section that has content, in reading order.
@@ -123,7 +124,7 @@ fn phases(found: &Found) -> Result<Section> {
         let count = run.steps.len() as f64;
         let mut mean = [0.0; 8];
         for step in &run.steps {
-            mean.iter_mut().zip(step.ms.values()).for_each(|(sum, ms)| *sum += ms / count);
+            mean.iter_mut().zip(step.seconds.phases()).for_each(|(sum, phase)| *sum += 1e3 * phase / count);
         }
         let exposed = run.steps.iter().map(|step| step.exposed_ms).sum::<f64>() / count;
         names.push(format!("{}, {}: {} ms exposed", run.meta.model, name(run), short(exposed)));
@@ -135,10 +136,10 @@ fn phases(found: &Found) -> Result<Section> {
     for step in &found.steps {
         let label = format!("{} on {} ranks, {}", step.model, step.ranks, step.name());
         names.push(label.clone());
-        parts.push(step.breakdown.values().to_vec());
+        parts.push(step.breakdown.times(1e3).phases().to_vec());
         sent.push((label, step.bytes_sent_per_step, step.dense_bytes_per_step));
     }
-    let phases: Vec<_> = Phases::NAMES.iter().map(|name| (name.to_string(), false)).collect();
+    let phases: Vec<_> = Seconds::PHASES.iter().map(|name| (name.to_string(), false)).collect();
     let caption = "mean of one step; what overlaps is counted in each phase";
     let mut figures = figure("Time by phase", caption, &phases, &bars("ms", &names, &parts)?);
     if !sent.is_empty() {

@@ -111,7 +111,7 @@ impl Simulate {
         let described = platform::load(&self.platform).map_err(refused)?;
         let (batch, compute) = self.compute(&described)?;
         // A step stands for an epoch: only the shares of the stages matter.
-        let config = Config { warm_up: self.warm_up, ..self.model.config(recurrent, described.preset) };
+        let config = Config { warm_up: self.warm_up, ..self.model.config(recurrent, described.paper) };
         let question = Question { layers: &layers, config, platform: &described.platform, ranks: 1, compute };
         let alone = question.times(Method::Sgd, 1)?;
         let curve = |method| -> Result<Curve> {

@@ -6,13 +6,13 @@ mod progress;
 
 pub use compare::Compare;
 
-use crate::{complain, usage};
-use anyhow::{Result, anyhow, bail};
+use crate::{complain, ranks, usage};
+use anyhow::{Result, bail};
 use clap::Args;
 use options::Options;
 use progress::Teller;
 use redsync_burn::train::{Ended, Observer, Optimizer, Settings, Summary, train};
-use redsync_comm::{Communicator, Tag, local, mpi};
+use redsync_comm::{Communicator, Tag};
 use redsync_data::DataSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -127,37 +127,12 @@ impl Job {
         let workers = self.options.workers.unwrap_or(4);
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         self.settings.threads = self.options.threads.unwrap_or((cores / workers).max(1));
-        let data = Arc::new(self.open(true)?);
-        let start = |comm: local::Local| {
-            let (settings, data, out) = (self.settings.clone(), data.clone(), out.to_path_buf());
-            std::thread::spawn(move || work(&settings, &data, Arc::new(comm), &out, stop))
-        };
-        let ranks: Vec<_> = local::group(workers).into_iter().map(start).collect();
-        let (mut first, mut errors) = (None, Vec::new());
-        for (rank, thread) in ranks.into_iter().enumerate() {
-            match thread.join().unwrap_or_else(|_| Err(anyhow!("panicked"))) {
-                Ok(ended) => first = first.or(Some(ended)),
-                Err(error) => errors.push((rank, error)),
-            }
-        }
-        match (first, tell(errors)) {
-            (Some(ended), None) => Ok(ended),
-            (_, Some(why)) => bail!(why),
-            (None, None) => bail!("no worker came to an end"),
-        }
+        let (settings, data, out) = (self.settings.clone(), Arc::new(self.open(true)?), out.to_path_buf());
+        ranks::on_threads(workers, move |comm| work(&settings, &data, comm, &out, stop))
     }
 
     fn run_mpi(&mut self, out: &Path, stop: &'static AtomicBool) -> Result<Option<Ended>> {
-        let comm: Arc<dyn Communicator> = Arc::new(mpi::world()?);
-        let rank = comm.rank();
-        let outcome = self.rank_of_mpi(out, stop, comm.clone());
-        if let Err(error) = outcome {
-            // Before the communicator goes: mpirun ends the other ranks when the first one fails.
-            complain(&format!("rank {rank}: {error:#}"));
-            drop(comm);
-            std::process::exit(1);
-        }
-        Ok(outcome?.into_iter().find(|_| rank == 0))
+        ranks::on_mpi("workers", self.options.workers, |comm| self.rank_of_mpi(out, stop, comm))
     }
 
     fn rank_of_mpi(
@@ -165,18 +140,12 @@ impl Job {
         out: &Path,
         stop: &'static AtomicBool,
         comm: Arc<dyn Communicator>,
-    ) -> Result<Option<Ended>> {
-        if let Some(workers) = self.options.workers.filter(|workers| *workers != comm.size()) {
-            bail!(
-                "mpirun started {} workers, --workers says {workers}: is it the mpirun of another MPI?",
-                comm.size()
-            );
-        }
+    ) -> Result<Ended> {
         self.settings.threads = self.options.threads.unwrap_or_else(threads_under_mpi);
         let out = self.directory_of_first(out, &*comm)?;
         self.settings.rescue_dir = Some(out.join("checkpoint"));
         let data = self.open(comm.rank() == 0)?;
-        work(&self.settings, &data, comm, &out, stop).map(Some)
+        work(&self.settings, &data, comm, &out, stop)
     }
 
     /// A new directory is chosen by rank 0 for all: the others may look when it exists already, and would take the next.
@@ -209,40 +178,12 @@ fn work(
 ) -> Result<Ended> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(settings.threads).build()?;
     let first = comm.rank() == 0;
-    let ended = pool.install(|| {
+    pool.install(|| {
         let mut teller = first.then(|| Teller::new(out, settings.resume));
         let mut nobody = ();
         let observer: &mut dyn Observer = teller.as_mut().map_or(&mut nobody, |teller| teller);
-        train(settings, data, comm, observer, stop)
-    })?;
-    Ok(ended)
-}
-
-/// Of the errors of ranks, those that are a cause and not an echo ("rank 2 left"); one line each.
-fn tell(errors: Vec<(usize, anyhow::Error)>) -> Option<String> {
-    let all: Vec<(usize, String)> =
-        errors.iter().map(|(rank, error)| (*rank, format!("{error:#}"))).collect();
-    let same = all.windows(2).all(|pair| pair[0].1 == pair[1].1);
-    match &all[..] {
-        [] => None,
-        [(_, error), ..] if same => Some(error.clone()),
-        all => {
-            let causes: Vec<_> = all.iter().filter(|(_, error)| !is_echo(error)).collect();
-            let shown = if causes.is_empty() { all.iter().collect() } else { causes };
-            Some(
-                shown
-                    .iter()
-                    .map(|(rank, error)| format!("rank {rank}: {error}"))
-                    .collect::<Vec<_>>()
-                    .join("\nredsync: "),
-            )
-        }
-    }
-}
-
-/// Whether a rank only says that another one went.
-fn is_echo(error: &str) -> bool {
-    error.contains("left the group")
+        Ok(train(settings, data, comm, observer, stop)?)
+    })
 }
 
 /// Set by Ctrl-C; a second Ctrl-C ends the program at once.

@@ -3,7 +3,8 @@
 use crate::usage;
 use anyhow::{Context, Result};
 use clap::{Args, CommandFactory, Parser};
-use redsync_burn::train::{Begin, Optimizer, Schedule, Settings};
+use redsync_burn::net::Architecture;
+use redsync_burn::train::{Optimizer, Schedule, Settings, WarmUp};
 use redsync_data::Places;
 use redsync_engine::{Method, Preset, nearest};
 use serde::Deserialize;
@@ -168,11 +169,11 @@ impl Options {
     /// The settings of a training with these options.
     pub fn settings(&self) -> Result<Settings> {
         let mut s = Settings::for_model(self.model.as_deref().unwrap_or("digits-cnn"));
-        redsync_burn::net::Architecture::named(&s.model).map_err(|error| usage(error.to_string()))?;
+        let network = Architecture::named(&s.model).map_err(|error| usage(error.to_string()))?;
         macro_rules! set {
             ($($field:ident)*) => { $(if let Some(value) = &self.$field { s.$field = value.clone(); })* };
         }
-        set!(data density warm_up_epochs dense_below auto masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
+        set!(data density dense_below auto masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
             weight_decay seed log_every check_every checkpoint_every);
         (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
         s.checkpoint_dir = self.checkpoint_dir.clone();
@@ -180,7 +181,7 @@ impl Options {
             s.clip = (clip != 0.0).then_some(clip);
         }
         if self.paper == Some(true) {
-            s.preset = Preset::Paper;
+            s.preset = Preset::Paper { recurrent: matches!(network, Architecture::Lstm(_)) };
         }
         if let Some(seconds) = self.deadline {
             let valid = Duration::try_from_secs_f64(seconds).ok().filter(|_| seconds > 0.0);
@@ -191,7 +192,10 @@ impl Options {
         choose(&mut s.method, "method", &self.method, Method::from_name, &methods)?;
         choose(&mut s.optimizer, "optimizer", &self.optimizer, Optimizer::from_name, &Optimizer::NAMES)?;
         choose(&mut s.schedule, "schedule", &self.schedule, Schedule::from_name, &Schedule::NAMES)?;
-        choose(&mut s.warm_up, "warm-up", &self.warm_up, Begin::from_name, &Begin::NAMES)?;
+        let epochs = self.warm_up_epochs.unwrap_or(s.warm_up.epochs());
+        let warm_up = self.warm_up.clone().or_else(|| Some(s.warm_up.name().into()));
+        let named = |name: &str| WarmUp::from_name(name, epochs);
+        choose(&mut s.warm_up, "warm-up", &warm_up, named, &WarmUp::NAMES)?;
         let names: Vec<&str> = redsync_data::names().collect();
         if !names.contains(&&*s.data) {
             return Err(usage(format!("unknown data set {}: {}", s.data, nearest(&s.data, &names))));

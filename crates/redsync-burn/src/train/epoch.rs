@@ -1,0 +1,65 @@
+//! The end of an epoch: the ranks agree on running statistics and the loss, judge the network together, and keep a checkpoint.
+
+use super::ranks::Op;
+use super::task::{Score, Task};
+use super::trainer::Trainer;
+use super::{EpochRecord, Observer, TrainError};
+use crate::net::{Pass, Purpose};
+
+impl<T: Task> Trainer<'_, T> {
+    /// An epoch is over.
+    pub(super) fn end_epoch(&mut self, epoch: u32, observer: &mut dyn Observer) -> Result<(), TrainError> {
+        let sums = std::mem::take(&mut self.epoch);
+        let (ranks, seconds) = (self.ranks.seat().ranks, sums.seconds.total);
+        let own = vec![(sums.loss / sums.steps.max(1) as f64) as f32];
+        let all = self.ranks.sum(self.sync.step(), Op::Loss, "the training loss", own)?;
+        self.average_buffers()?;
+        let score = self.judge(false)?;
+        let test_loss = score.mean_loss();
+        self.pace.judge(test_loss);
+        let samples = self.task.samples() * ranks * sums.steps as usize;
+        let record = EpochRecord {
+            epoch: epoch + 1,
+            train_loss: f64::from(all[0]) / ranks as f64,
+            test_loss,
+            metric: T::metric(&score),
+            metric_name: T::METRIC.into(),
+            seconds,
+            images_per_second: samples as f64 / seconds.max(1e-9),
+        };
+        let layers = self.layer_records(epoch + 1);
+        observer.epoch(&record, &layers)?;
+        self.records.push(record);
+        let due = u64::from(epoch + 1).is_multiple_of(self.settings.checkpoint_every)
+            || epoch + 1 == self.settings.epochs;
+        match &self.settings.checkpoint_dir {
+            Some(dir) if due => self.save(dir),
+            _ => Ok(()),
+        }
+    }
+
+    fn average_buffers(&mut self) -> Result<(), TrainError> {
+        if self.buffers.is_empty() {
+            return Ok(());
+        }
+        let own = self.buffers.concat();
+        let sum = self.ranks.sum(self.sync.step(), Op::Statistics, "running statistics", own)?;
+        let (share, mut rest) = (1.0 / self.ranks.seat().ranks as f32, &sum[..]);
+        for buffer in &mut self.buffers {
+            let (mine, behind) = rest.split_at(buffer.len());
+            buffer.iter_mut().zip(mine).for_each(|(value, sum)| *value = sum * share);
+            rest = behind;
+        }
+        Ok(())
+    }
+
+    /// The score of the network by all ranks, at the end of an epoch or at the end of all.
+    pub(super) fn judge(&mut self, last: bool) -> Result<Score, TrainError> {
+        let mut pass = Pass::new(&self.weights, &mut self.buffers, Purpose::Judge);
+        let own = self.task.judge(&mut pass, last);
+        let own = vec![own.loss as f32, own.correct as f32, own.count as f32];
+        let all = self.ranks.sum(self.sync.step(), Op::Score, "the score", own)?;
+        let [loss, correct, count] = [0, 1, 2].map(|at| f64::from(all[at]));
+        Ok(Score { loss, correct, count })
+    }
+}

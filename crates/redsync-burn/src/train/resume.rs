@@ -1,0 +1,248 @@
+//! What of a training is kept in a checkpoint, and how it goes on from one.
+//! What must hold: a run goes on to the bits of one that never stopped; with another number of ranks it goes on with the same
+//! weights, statistics and rows. What is of another run is refused, and what differs is named.
+
+use super::checkpoint::{self, Contents, MODEL, WORKER};
+use super::ranks::Op;
+use super::task::{Seat, Task};
+use super::trainer::Trainer;
+use super::{Settings, TrainError};
+use redsync_engine::file::About;
+use redsync_engine::state::{Identity, difference};
+use std::path::{Path, PathBuf};
+
+/// A checkpoint to go on from: its place, and the file that is the same for all ranks, read and found to be of this run.
+pub(super) struct Kept {
+    place: PathBuf,
+    model: Contents,
+}
+
+impl Kept {
+    /// The size below which layers are dense.
+    pub fn dense_below(&self) -> Result<usize, TrainError> {
+        self.model.number("dense-below")
+    }
+}
+
+/// The checkpoint to go on from, if told to; otherwise sees to it that none is overwritten.
+pub(super) fn find(settings: &Settings, ranks: usize) -> Result<Option<Kept>, TrainError> {
+    let Some(dir) = &settings.checkpoint_dir else { return Ok(None) };
+    match (checkpoint::latest(dir)?, settings.resume) {
+        (Some(place), true) => {
+            let model = Contents::read(place.join(checkpoint::MODEL_FILE), MODEL)?;
+            check_identity(settings, ranks, &model)?;
+            Ok(Some(Kept { place, model }))
+        }
+        (None, true) => Err(checkpoint::wrong(dir, "there is none to resume from")),
+        (Some(_), false) => {
+            let why = "is there already: continue it with --resume, or give another --checkpoint-dir";
+            Err(checkpoint::wrong(dir, why))
+        }
+        (None, false) => Ok(None),
+    }
+}
+
+/// What must be the same on all ranks, and for a run to go on as if it had never stopped. The first that differs is named, and
+/// another model or other data bring other values of their own. Which layers are compressed, and how, the synchronizer compares.
+pub(super) fn identity(settings: &Settings, ranks: usize) -> Identity {
+    let s = settings;
+    let limit = |limit: Option<usize>| limit.map_or("none".into(), |limit| limit.to_string());
+    [
+        ("model", s.model.clone()),
+        ("data", s.data.clone()),
+        ("method", s.method.name().into()),
+        ("density", s.density.to_string()),
+        ("auto", s.auto.to_string()),
+        ("warm-up", s.warm_up.name().into()),
+        ("warm-up-epochs", s.warm_up.epochs().to_string()),
+        ("seed", s.seed.to_string()),
+        ("global-batch", (s.batch_size * ranks).to_string()),
+        ("bptt", s.bptt.to_string()),
+        ("epochs", s.epochs.to_string()),
+        ("optimizer", s.optimizer.name().into()),
+        ("momentum", s.momentum.to_string()),
+        ("lr", s.lr.to_string()),
+        ("schedule", s.schedule.name().into()),
+        ("lr-warm-up-epochs", s.lr_warm_up_epochs.to_string()),
+        ("weight-decay", s.weight_decay.to_string()),
+        ("clip", s.clip.map_or("none".into(), |clip| clip.to_string())),
+        ("train-limit", limit(s.train_limit)),
+        ("test-limit", limit(s.test_limit)),
+    ]
+    .map(|(name, value)| (name.to_string(), value))
+    .into()
+}
+
+fn check_identity(settings: &Settings, ranks: usize, model: &Contents) -> Result<(), TrainError> {
+    let was: Identity = model.about().iter().map(|(key, value)| (key.clone(), value.clone())).collect();
+    match difference(&was, &identity(settings, ranks)) {
+        None => Ok(()),
+        Some(difference) => Err(model.wrong(format!("is of another run: {difference}"))),
+    }
+}
+
+/// A description.
+fn about<const N: usize>(entries: [(&str, String); N]) -> About {
+    entries.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+}
+
+impl<T: Task> Trainer<'_, T> {
+    /// Keeps a checkpoint. All ranks call this at the same step.
+    pub(super) fn save(&mut self, dir: &Path) -> Result<(), TrainError> {
+        let step = self.sync.step();
+        let place = checkpoint::place(dir, step);
+        std::fs::create_dir_all(&place)
+            .map_err(|source| TrainError::Write { path: place.clone(), source })?;
+        let hash = self.sync.check_replicas(&self.weights.all())?;
+        let Seat { rank, ranks } = self.ranks.seat();
+        if rank == 0 {
+            self.write_model(&place, hash)?;
+        }
+        self.write_worker(&place, hash)?;
+        self.sync.save(&place, hash, Vec::new())?;
+        self.ranks.barrier(step, Op::Saved)?;
+        if rank == 0 {
+            check_shared(&place, ranks)?;
+            checkpoint::complete(dir, step)?;
+        }
+        self.ranks.barrier(step, Op::Clear)
+    }
+
+    fn write_model(&self, place: &Path, hash: u64) -> Result<(), TrainError> {
+        let mut tensors = Vec::new();
+        for (number, layer) in self.sync.layers().iter().enumerate() {
+            tensors.push((layer.name.clone(), self.weights.values(number)));
+            let momentum = &self.descent.buffers[number][..];
+            if !momentum.is_empty() {
+                tensors.push((format!("momentum/{}", layer.name), momentum));
+            }
+        }
+        let (factor, best) = self.pace.plateau;
+        let mut about = about([
+            ("dense-below", self.sync.dense_below().to_string()),
+            ("step", self.sync.step().to_string()),
+            ("replica-hash", format!("{hash:016x}")),
+            ("plateau-factor", factor.to_string()),
+            ("plateau-best", best.to_string()),
+            ("records", checkpoint::write_epochs(&self.records)),
+            ("seconds", serde_json::json!(self.seconds).to_string()),
+        ]);
+        about.extend(identity(self.settings, self.ranks.seat().ranks));
+        checkpoint::write(&place.join(checkpoint::MODEL_FILE), MODEL, &about, &tensors)
+    }
+
+    fn write_worker(&mut self, place: &Path, hash: u64) -> Result<(), TrainError> {
+        let Seat { rank, ranks } = self.ranks.seat();
+        let about = about([
+            ("ranks", ranks.to_string()),
+            ("batch", self.settings.batch_size.to_string()),
+            ("step", self.sync.step().to_string()),
+            ("replica-hash", format!("{hash:016x}")),
+            ("epoch-steps", self.epoch.steps.to_string()),
+            ("epoch-loss", self.epoch.loss.to_string()),
+            ("epoch-seconds", self.epoch.seconds.total.to_string()),
+            ("bytes-sent", self.bytes_sent.to_string()),
+        ]);
+        let mut tensors: Vec<(String, &[f32])> = Vec::new();
+        for (number, buffer) in self.buffers.iter().enumerate() {
+            tensors.push((format!("running/{number}"), buffer));
+        }
+        tensors.extend(self.task.rows().into_iter().map(|(name, values)| (name, &*values)));
+        checkpoint::write(&checkpoint::worker_file(place, rank), WORKER, &about, &tensors)
+    }
+
+    /// Goes on from a checkpoint.
+    pub(super) fn resume(&mut self, kept: Kept) -> Result<(), TrainError> {
+        let Kept { place, mut model } = kept;
+        let mut weights = Vec::new();
+        let mut momentum = Vec::new();
+        for layer in self.sync.layers() {
+            weights.push(model.take(&layer.name, layer.size)?);
+            let name = format!("momentum/{}", layer.name);
+            momentum.push(if model.has(&name) { model.take(&name, layer.size)? } else { Vec::new() });
+        }
+        model.check_empty()?;
+        let damaged = |what: &str| model.wrong(format!("is damaged: its {what} cannot be read"));
+        let hash = model.text("replica-hash")?;
+        let hash = u64::from_str_radix(hash, 16).map_err(|_| damaged("replica-hash"))?;
+        let records = checkpoint::read_epochs(model.text("records")?).ok_or_else(|| damaged("records"))?;
+        let seconds = serde_json::from_str(model.text("seconds")?).map_err(|_| damaged("seconds"))?;
+        let plateau = (model.number("plateau-factor")?, model.number("plateau-best")?);
+        self.resume_worker(&place, &model)?;
+        self.sync.load_for(&place, hash)?;
+        (self.records, self.seconds, self.pace.plateau) = (records, seconds, plateau);
+        for (number, values) in weights.into_iter().enumerate() {
+            self.weights.values_mut(number).copy_from_slice(&values);
+        }
+        self.descent.buffers = momentum;
+        let step: u64 = model.number("step")?;
+        match self.sync.check_replicas(&self.weights.all())? == hash && step == self.sync.step() {
+            true => Ok(()),
+            false => Err(model.wrong("does not belong to the residuals beside it")),
+        }
+    }
+
+    /// This rank's own part; with another number of ranks, the counters and statistics of the first, the mean loss, and of the rows
+    /// of all ranks, one behind the other, those that are its own.
+    fn resume_worker(&mut self, place: &Path, model: &Contents) -> Result<(), TrainError> {
+        let (Seat { rank, ranks }, batch) = (self.ranks.seat(), self.settings.batch_size);
+        let first = Contents::read(checkpoint::worker_file(place, 0), WORKER)?;
+        let (old_ranks, old_batch): (usize, usize) = (first.number("ranks")?, first.number("batch")?);
+        if old_ranks == 0 || old_batch == 0 || old_ranks.checked_mul(old_batch) != Some(ranks * batch) {
+            return Err(first.wrong("is of another number of workers than it says"));
+        }
+        let mut files = match old_ranks == ranks {
+            true => vec![own_or_first(first, place, rank)?],
+            false => all_of_them(first, place, old_ranks)?,
+        };
+        for file in &files {
+            for key in ["step", "replica-hash"] {
+                if file.text(key)? != model.text(key)? {
+                    return Err(file.wrong("does not belong to the weights beside it"));
+                }
+            }
+        }
+        let begin = if old_ranks == ranks { 0 } else { rank * batch };
+        for (name, part) in self.task.rows() {
+            let row = part.len() / batch;
+            let mut rows = Vec::new();
+            for file in &mut files {
+                rows.extend(file.take(&name, old_batch * row)?);
+            }
+            part.copy_from_slice(&rows[begin * row..][..part.len()]);
+        }
+        let own = &mut files[0];
+        for (number, buffer) in self.buffers.iter_mut().enumerate() {
+            *buffer = own.take(&format!("running/{number}"), buffer.len())?;
+        }
+        own.check_empty()?;
+        self.epoch.steps = own.number("epoch-steps")?;
+        self.epoch.seconds.total = own.number("epoch-seconds")?;
+        self.bytes_sent = own.number("bytes-sent")?;
+        let losses = files.iter().map(|file| file.number("epoch-loss")).collect::<Result<Vec<f64>, _>>()?;
+        self.epoch.loss = losses.iter().sum::<f64>() / losses.len() as f64;
+        Ok(())
+    }
+}
+
+/// This rank's file, of which the first one is read already.
+fn own_or_first(first: Contents, place: &Path, rank: usize) -> Result<Contents, TrainError> {
+    if rank == 0 { Ok(first) } else { Contents::read(checkpoint::worker_file(place, rank), WORKER) }
+}
+
+/// The files of all ranks, of which the first one is read already.
+fn all_of_them(first: Contents, place: &Path, ranks: usize) -> Result<Vec<Contents>, TrainError> {
+    let rest = (1..ranks).map(|rank| Contents::read(checkpoint::worker_file(place, rank), WORKER));
+    std::iter::once(Ok(first)).chain(rest).collect()
+}
+
+/// Rank 0 must see what all others wrote, or nobody could resume.
+fn check_shared(place: &Path, ranks: usize) -> Result<(), TrainError> {
+    match (0..ranks).find(|rank| !checkpoint::worker_file(place, *rank).is_file()) {
+        None => Ok(()),
+        Some(rank) => {
+            let why = format!("is not shared by all workers: what rank {rank} wrote is not there");
+            Err(checkpoint::wrong(place, why))
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! What a trainer tells of itself: records of the run, of steps and of layers, and the summary at its end.
+
+use super::metrics::{EpochSummary, Final};
+use super::task::Task;
+use super::trainer::Trainer;
+use super::{EpochRecord, LayerRecord, RunRecord, StepRecord, Summary, TrainError};
+use redsync_engine::{Choice, Layer};
+
+impl<T: Task> Trainer<'_, T> {
+    fn parameters(&self) -> usize {
+        self.sync.layers().iter().map(|layer| layer.size).sum()
+    }
+
+    /// The layers, each with whether it is compressed.
+    fn layers(&self) -> impl Iterator<Item = (&Layer, bool)> {
+        self.sync.layers().iter().zip(self.sync.choices().iter().map(|choice| *choice != Choice::Dense))
+    }
+
+    pub(super) fn run_record(&self) -> RunRecord {
+        let settings = self.settings;
+        RunRecord {
+            model: settings.model.clone(),
+            data: settings.data.clone(),
+            method: settings.method.name(),
+            workers: self.ranks.seat().ranks,
+            comm: self.ranks.comm.name(),
+            seed: settings.seed,
+            parameters: self.parameters(),
+            compressed: self
+                .layers()
+                .filter(|(_, compressed)| *compressed)
+                .map(|(layer, _)| layer.size)
+                .sum(),
+            density: settings.density,
+            batch: settings.batch_size,
+            epochs: settings.epochs,
+            steps_per_epoch: self.task.steps_per_epoch(),
+            step: self.sync.step(),
+            metric_name: T::METRIC,
+            words: T::WORDS,
+        }
+    }
+
+    /// The steps since the last record.
+    pub(super) fn step_record(&mut self, epoch: u32, step: u64) -> StepRecord {
+        let sums = std::mem::take(&mut self.recent);
+        let share = 1.0 / sums.steps.max(1) as f64;
+        let seconds = sums.seconds.times(share);
+        let samples = self.task.samples() * self.ranks.seat().ranks;
+        StepRecord {
+            epoch: epoch + 1,
+            step,
+            loss: sums.loss * share,
+            lr: self.pace.at(step - 1),
+            seconds,
+            exposed_ms: 1e3 * seconds.exchange,
+            bytes_sent: (sums.bytes_sent as f64 * share) as u64,
+            dense_bytes: 4 * self.parameters() as u64,
+            per_second: samples as f64 / seconds.total.max(1e-12),
+        }
+    }
+
+    pub(super) fn layer_records(&self, epoch: u32) -> Vec<LayerRecord> {
+        let stats = self.sync.stats();
+        let record = |(number, (layer, compressed)): (usize, (&Layer, bool))| {
+            let sent = stats.layers.get(number).copied().unwrap_or_default();
+            LayerRecord {
+                epoch,
+                name: layer.name.clone(),
+                size: layer.size,
+                choice: if compressed { "sparse" } else { "dense" },
+                density: sent.elements as f64 / layer.size.max(1) as f64,
+                residual_norm: self.sync.residual_norm(number),
+                bytes_sent: sent.bytes_sent,
+            }
+        };
+        self.layers().enumerate().map(record).collect()
+    }
+
+    /// The end of a whole run.
+    pub(super) fn summary(&mut self) -> Result<Summary, TrainError> {
+        // Unless data were held back, what the last epoch said is said of the same data and weights.
+        if !T::HELD_BACK {
+            return self.interim_summary();
+        }
+        let score = self.judge(true)?;
+        self.summarize(Final { loss: score.mean_loss(), metric: T::metric(&score) })
+    }
+
+    /// The end of a run that was interrupted; the last epoch's judgement says nothing of data that were held back.
+    pub(super) fn interim_summary(&self) -> Result<Summary, TrainError> {
+        let last = self.records.last().filter(|_| !T::HELD_BACK);
+        let (loss, metric) = last.map_or((f64::NAN, f64::NAN), |last| (last.test_loss, last.metric));
+        self.summarize(Final { loss, metric })
+    }
+
+    fn summarize(&self, end: Final) -> Result<Summary, TrainError> {
+        let hash = self.sync.check_replicas(&self.weights.all())?;
+        let (settings, steps) = (self.settings, self.sync.step());
+        let epoch = |record: &EpochRecord| EpochSummary {
+            epoch: record.epoch,
+            loss: record.train_loss,
+            metric: record.metric,
+        };
+        Ok(Summary {
+            model: settings.model.clone(),
+            data: settings.data.clone(),
+            method: settings.method.name(),
+            workers: self.ranks.seat().ranks,
+            seed: settings.seed,
+            metric_name: T::METRIC,
+            epochs: self.records.iter().map(epoch).collect(),
+            end,
+            bytes_sent: self.bytes_sent,
+            dense_bytes: steps * 4 * self.parameters() as u64,
+            steps,
+            seconds: self.seconds,
+            replica_hash: format!("{hash:016x}"),
+        })
+    }
+}

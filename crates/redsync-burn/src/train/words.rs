@@ -1,0 +1,102 @@
+//! The task of telling the next word. A text and a language model come in, losses and perplexities go out.
+//! What must hold: the state of the network goes on from window to window of an epoch; each epoch begins with a blank one.
+
+use super::task::{Score, Seat, Task};
+use super::{Settings, TrainError};
+use crate::flex::{untape, values};
+use crate::net::{Buffers, Language, Pass, Spec, State};
+use crate::ops::loss::cross_entropy;
+use burn::tensor::Tensor;
+use redsync_data::TextSet;
+use redsync_data::order::Streams;
+
+/// Streams of a rank when judging.
+const JUDGE_STREAMS: usize = 10;
+
+pub(super) struct Words<'a> {
+    streams: Streams<'a>,
+    /// By which epochs are judged, and the end.
+    valid: Streams<'a>,
+    test: Streams<'a>,
+    net: Language,
+    state: State,
+    batch: usize,
+    bptt: usize,
+    seat: Seat,
+}
+
+impl<'a> Words<'a> {
+    pub fn new(
+        text: &'a TextSet,
+        net: Language,
+        settings: &Settings,
+        seat: Seat,
+    ) -> Result<Self, TrainError> {
+        let Settings { batch_size: batch, bptt, .. } = *settings;
+        let streams = |text: &'a [u32], batch| Streams::new(text, seat.ranks, batch, bptt);
+        Ok(Words {
+            streams: streams(&text.train, batch)?,
+            valid: streams(&text.valid, JUDGE_STREAMS)?,
+            test: streams(&text.test, JUDGE_STREAMS)?,
+            state: net.blank(batch),
+            net,
+            batch,
+            bptt,
+            seat,
+        })
+    }
+}
+
+impl Task for Words<'_> {
+    const METRIC: &'static str = "perplexity";
+    const WORDS: bool = true;
+    const HELD_BACK: bool = true;
+
+    fn specs(&self) -> &[Spec] {
+        self.net.specs()
+    }
+
+    fn buffers(&self) -> Buffers {
+        Buffers::default()
+    }
+
+    fn steps_per_epoch(&self) -> u64 {
+        self.streams.steps_per_epoch() as u64
+    }
+
+    fn samples(&self) -> usize {
+        self.batch * self.bptt
+    }
+
+    fn loss(&mut self, pass: &mut Pass, _epoch: u32, at: usize) -> Tensor<1> {
+        if at == 0 {
+            self.state = self.net.blank(self.batch);
+        }
+        let (words, next) = self.streams.window(at, self.seat.rank);
+        cross_entropy(self.net.run(pass, &words, &mut self.state), &next).0
+    }
+
+    fn judge(&self, pass: &mut Pass, last: bool) -> Score {
+        let streams = if last { &self.test } else { &self.valid };
+        let (mut state, mut score) = (self.net.blank(JUDGE_STREAMS), Score::default());
+        for at in 0..streams.steps_per_epoch() {
+            let (words, next) = streams.window(at, self.seat.rank);
+            let (mean, right) = cross_entropy(self.net.run(pass, &words, &mut state), &next);
+            score.add(values(&untape(mean))[0], right, next.len());
+        }
+        score
+    }
+
+    fn metric(score: &Score) -> f64 {
+        score.mean_loss().exp()
+    }
+
+    fn rows(&mut self) -> Vec<(String, &mut [f32])> {
+        let depths = self.state.iter_mut().enumerate();
+        depths
+            .flat_map(|(depth, (h, c))| {
+                [(format!("h/{depth}"), &mut h[..]), (format!("c/{depth}"), &mut c[..])]
+            })
+            .collect()
+    }
+}

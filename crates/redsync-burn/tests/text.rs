@@ -1,0 +1,122 @@
+//! What holds for a training on text: it learns, it resumes to the same bits, and the state of the network goes along to another
+//! number of workers. The text is made up, of few phrases.
+
+use redsync_burn::net::{Architecture, Lstm};
+use redsync_burn::train::{Ended, Schedule, Settings, Summary, WarmUp, train_network};
+use redsync_comm::local;
+use redsync_data::{DataSet, TextSet};
+use redsync_engine::Method;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Within a phrase every word but the first follows from those before it, often from more than the last one.
+const PHRASES: [[u32; 6]; 4] =
+    [[0, 1, 2, 3, 4, 11], [5, 1, 2, 6, 4, 11], [7, 3, 1, 8, 0, 11], [9, 3, 1, 10, 5, 11]];
+
+/// Phrases in an order without a rule.
+fn words(phrases: u64, seed: u64) -> Vec<u32> {
+    let phrase = |number: u64| {
+        let mixed = (number ^ seed << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        PHRASES[((mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 62) as usize]
+    };
+    (0..phrases).flat_map(phrase).collect()
+}
+
+fn data() -> DataSet {
+    let names = (0..12).map(|word| word.to_string()).collect();
+    let (train, valid, test) = (words(400, 1), words(120, 2), words(120, 3));
+    DataSet::Text(TextSet { name: "phrases".into(), vocabulary: 12, train, valid, test, words: names })
+}
+
+fn phrases() -> Settings {
+    Settings {
+        data: "phrases".into(),
+        epochs: 3,
+        batch_size: 2,
+        bptt: 7,
+        lr: 4.0,
+        density: 0.05,
+        dense_below: 1 << 10,
+        warm_up: WarmUp::Dense(0.5),
+        ..Settings::for_model("lstm-small")
+    }
+}
+
+/// Rank 0's end of a training with so much dropout.
+fn run(settings: &Settings, dropout: f32, ranks: usize) -> Ended {
+    let network = Architecture::Lstm(Lstm { units: 24, layers: 2, dropout, begin: 0.1 });
+    let data = Arc::new(data());
+    let start = |comm| {
+        let (settings, network, data) = (settings.clone(), network.clone(), data.clone());
+        std::thread::spawn(move || {
+            let never = AtomicBool::new(false);
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a thread");
+            pool.install(|| train_network(&network, &settings, &data, Arc::new(comm), &mut (), &never))
+        })
+    };
+    let threads: Vec<_> = local::group(ranks).into_iter().map(start).collect();
+    let mut ends: Vec<Ended> = threads
+        .into_iter()
+        .map(|thread| thread.join().expect("no panic").expect("a training without an error"))
+        .collect();
+    ends.remove(0)
+}
+
+fn losses(summary: &Summary) -> Vec<f64> {
+    summary.epochs.iter().map(|epoch| epoch.loss).collect()
+}
+
+#[test]
+fn compressed_training_learns_the_phrases() {
+    let ended = run(&Settings { epochs: 12, ..phrases() }, 0.0, 2).summary;
+    // Who knows the phrases is uncertain of one word in six: about 4^(1/6) = 1.26. Who knows only how often words come is at 9.
+    assert!(ended.end.metric < 1.6, "perplexity {}", ended.end.metric);
+    assert!((ended.end.loss.exp() - ended.end.metric).abs() < 1e-9);
+    assert!(ended.bytes_sent * 2 < ended.dense_bytes, "{} of {}", ended.bytes_sent, ended.dense_bytes);
+}
+
+fn with_checkpoint(dir: &Path) -> Settings {
+    Settings { checkpoint_dir: Some(dir.to_path_buf()), ..phrases() }
+}
+
+#[test]
+fn a_training_on_text_stopped_anywhere_resumes_to_the_same_bits() {
+    let whole = run(&phrases(), 0.2, 2).summary;
+    let per_epoch = whole.steps / 3;
+    // In the dense warm-up, in the compressed part, at the very end of an epoch.
+    for stop in [5, per_epoch + per_epoch / 2, 2 * per_epoch] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let stopped = run(&Settings { stop_after: Some(stop), ..with_checkpoint(dir.path()) }, 0.2, 2);
+        assert_eq!(stopped.interrupted.map(|(step, _)| step), Some(stop));
+        assert!(stopped.summary.end.metric.is_nan(), "nobody has judged it by the test text");
+        let resumed = run(&Settings { resume: true, ..with_checkpoint(dir.path()) }, 0.2, 2).summary;
+        assert_eq!(resumed.replica_hash, whole.replica_hash, "stopped after {stop}");
+        assert_eq!(resumed.bytes_sent, whole.bytes_sent, "stopped after {stop}");
+        let bits = |summary| losses(summary).into_iter().map(f64::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(&resumed), bits(&whole), "stopped after {stop}");
+        assert_eq!(resumed.end.metric.to_bits(), whole.end.metric.to_bits(), "stopped after {stop}");
+    }
+}
+
+#[test]
+fn the_state_of_the_network_goes_along_to_another_number_of_workers() {
+    // Dense, without dropout and without a rate that follows the judgement, the number of workers changes nothing but the order
+    // of sums. The last epoch, in the middle of which it stops, has learned to use the state.
+    let dense = |settings: Settings| {
+        let schedule = Schedule::Constant;
+        Settings { method: Method::Sgd, schedule, epochs: 8, ..settings }
+    };
+    let whole = run(&dense(phrases()), 0.0, 4).summary;
+    for (ranks, batch_size) in [(1, 8), (2, 4), (8, 1)] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let stopped = Settings { stop_after: Some(whole.steps * 15 / 16), ..with_checkpoint(dir.path()) };
+        run(&dense(stopped), 0.0, 4);
+        let resumed = Settings { resume: true, batch_size, ..with_checkpoint(dir.path()) };
+        let resumed = run(&dense(resumed), 0.0, ranks).summary;
+        assert_eq!(resumed.steps, whole.steps);
+        for (a, b) in losses(&resumed).iter().zip(losses(&whole)) {
+            assert!((a - b).abs() < 1e-5 * b, "with {ranks} workers {a}, not {b}");
+        }
+    }
+}
