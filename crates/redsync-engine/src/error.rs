@@ -138,6 +138,16 @@ impl SyncError {
         }
     }
 
+    /// Whether a gradient of this or of another rank is the cause.
+    pub fn is_gradient(&self) -> bool {
+        match self {
+            SyncError::Layer(_) => true,
+            // Reasons are texts of errors, and only those about a gradient name a layer and a step first.
+            SyncError::Peer { reason, .. } => reason.starts_with("layer ") && reason.contains(", step "),
+            _ => false,
+        }
+    }
+
     /// The ranks that are to blame, as far as they are known.
     pub fn ranks(&self) -> Vec<usize> {
         match self {

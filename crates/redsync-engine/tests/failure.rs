@@ -63,6 +63,7 @@ fn a_gradient_that_is_not_finite_is_named_on_its_rank_and_the_rank_on_all_others
                         assert_eq!(text, format!("rank 1 gave up: {reason}"), "{what}");
                         assert_eq!(error.ranks(), [1]);
                     }
+                    assert!(error.is_gradient(), "{what}: {text}");
                 }
             }
         }

@@ -9,7 +9,7 @@ pub fn raise(py: Python<'_>, error: SyncError) -> PyErr {
     match &error {
         SyncError::Hello { .. } | SyncError::Replicas { .. } => exception(py, "MismatchError", text, None),
         SyncError::Layer(_) => exception(py, "GradientError", format!("this rank gave up: {text}"), None),
-        SyncError::Peer { blames, .. } if blames.is_empty() => exception(py, "GradientError", text, None),
+        SyncError::Peer { .. } if error.is_gradient() => exception(py, "GradientError", text, None),
         SyncError::Peer { .. }
         | SyncError::Exchange { .. }
         | SyncError::Frame { .. }

@@ -66,7 +66,11 @@ def from_dict(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) 
     for name, problem in zip(saved["layers"], problems):
         if problem is not None:
             raise UsageError(f"{name}: {problem}")
-    if _checksum(saved) != saved.get("checksum"):
+    try:
+        checksum = _checksum(saved)
+    except ValueError as error:  # of what cannot be a state there is none
+        raise UsageError(str(error)) from None
+    if checksum != saved.get("checksum"):
         raise UsageError("the state is damaged: its checksum is wrong")
     return _plain(saved, lambda name, tensor: flat_like(tensor, parameters[name]) if name in parameters else tensor.reshape(-1))
 
@@ -107,7 +111,9 @@ def _problem(layer: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) 
         if parameter is not None and tensor.shape != parameter.shape:
             return f"{key} of the state has another shape"
     remembering = layer["remembering"]
-    if remembering.dtype != torch.int64 or remembering.shape != (3, 3) or not 0 <= int(remembering.min()) <= int(remembering.max()) < 1 << 32:
+    if remembering.dtype != torch.int64 or remembering.shape != (3, 3):
+        return "remembering of the state is none"
+    if int(remembering.min()) < 0 or int(remembering.max()) >= 1 << 32:
         return "remembering of the state is none"
     momentum = layer.get("momentum")
     if "u" in layer and (momentum is None or momentum.shape != (2,) or not 0 <= momentum[0] < 1):
