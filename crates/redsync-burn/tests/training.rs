@@ -207,9 +207,10 @@ fn residuals_of_another_run_are_refused() {
         run(&Settings { seed, stop_after: Some(40), ..with_checkpoint(dir.path()) }, 2);
     }
     let resume = Settings { resume: true, ..with_checkpoint(one.path()) };
-    for (kind, why) in
-        [("rank", "is of other weights"), ("worker", "does not belong to the weights beside it")]
-    {
+    for (kind, why) in [
+        ("rank", "it was saved beside other weights"),
+        ("worker", "does not belong to the weights beside it"),
+    ] {
         let kept = tempfile::tempdir().expect("a directory");
         for rank in 0..2 {
             let file = format!("step-00000040/{kind}-{rank:04}.safetensors");

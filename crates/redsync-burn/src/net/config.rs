@@ -55,7 +55,7 @@ pub const NAMES: [&str; 11] = [
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnknownModel {
     /// No such name.
-    #[error("unknown model {name}: {}", redsync_engine::nearest(.name, &NAMES))]
+    #[error("unknown model {name}: {}", redsync_names::nearest(.name, &NAMES))]
     Name {
         /// The name asked for.
         name: String,

@@ -11,6 +11,9 @@ use redsync_engine::file::About;
 use redsync_engine::state::{Identity, difference};
 use std::path::{Path, PathBuf};
 
+/// Stands before what a run is in the description of its weights.
+const RUN: &str = "run/";
+
 /// A checkpoint to go on from: its place, and the file that is the same for all ranks, read and found to be of this run.
 pub(super) struct Kept {
     place: PathBuf,
@@ -74,7 +77,8 @@ pub(super) fn identity(settings: &Settings, ranks: usize) -> Identity {
 }
 
 fn check_identity(settings: &Settings, ranks: usize, model: &Contents) -> Result<(), TrainError> {
-    let was: Identity = model.about().iter().map(|(key, value)| (key.clone(), value.clone())).collect();
+    let entry = |(key, value): (&String, &String)| Some((key.strip_prefix(RUN)?.to_string(), value.clone()));
+    let was: Identity = model.about().iter().filter_map(entry).collect();
     match difference(&was, &identity(settings, ranks)) {
         None => Ok(()),
         Some(difference) => Err(model.wrong(format!("is of another run: {difference}"))),
@@ -127,7 +131,8 @@ impl<T: Task> Trainer<'_, T> {
             ("records", checkpoint::write_epochs(&self.records)),
             ("seconds", serde_json::json!(self.seconds).to_string()),
         ]);
-        about.extend(identity(self.settings, self.ranks.seat().ranks));
+        let identity = identity(self.settings, self.ranks.seat().ranks);
+        about.extend(identity.into_iter().map(|(key, value)| (format!("{RUN}{key}"), value)));
         checkpoint::write(&place.join(checkpoint::MODEL_FILE), MODEL, &about, &tensors)
     }
 
@@ -135,13 +140,13 @@ impl<T: Task> Trainer<'_, T> {
         let Seat { rank, ranks } = self.ranks.seat();
         let about = about([
             ("ranks", ranks.to_string()),
-            ("batch", self.settings.batch_size.to_string()),
+            ("samples", self.settings.batch_size.to_string()),
             ("step", self.sync.step().to_string()),
             ("replica-hash", format!("{hash:016x}")),
             ("epoch-steps", self.epoch.steps.to_string()),
             ("epoch-loss", self.epoch.loss.to_string()),
             ("epoch-seconds", self.epoch.seconds.total.to_string()),
-            ("bytes-sent", self.bytes_sent.to_string()),
+            ("sent-bytes", self.bytes_sent.to_string()),
         ]);
         let mut tensors: Vec<(String, &[f32])> = Vec::new();
         for (number, buffer) in self.buffers.iter().enumerate() {
@@ -187,7 +192,7 @@ impl<T: Task> Trainer<'_, T> {
     fn resume_worker(&mut self, place: &Path, model: &Contents) -> Result<(), TrainError> {
         let (Seat { rank, ranks }, batch) = (self.ranks.seat(), self.settings.batch_size);
         let first = Contents::read(checkpoint::worker_file(place, 0), WORKER)?;
-        let (old_ranks, old_batch): (usize, usize) = (first.number("ranks")?, first.number("batch")?);
+        let (old_ranks, old_batch): (usize, usize) = (first.number("ranks")?, first.number("samples")?);
         if old_ranks == 0 || old_batch == 0 || old_ranks.checked_mul(old_batch) != Some(ranks * batch) {
             return Err(first.wrong("is of another number of workers than it says"));
         }
@@ -218,7 +223,7 @@ impl<T: Task> Trainer<'_, T> {
         own.check_empty()?;
         self.epoch.steps = own.number("epoch-steps")?;
         self.epoch.seconds.total = own.number("epoch-seconds")?;
-        self.bytes_sent = own.number("bytes-sent")?;
+        self.bytes_sent = own.number("sent-bytes")?;
         let losses = files.iter().map(|file| file.number("epoch-loss")).collect::<Result<Vec<f64>, _>>()?;
         self.epoch.loss = losses.iter().sum::<f64>() / losses.len() as f64;
         Ok(())
