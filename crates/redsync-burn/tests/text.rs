@@ -6,7 +6,7 @@ use redsync_burn::train::{Ended, Schedule, Settings, Summary, WarmUp, train_netw
 use redsync_comm::local;
 use redsync_data::{DataSet, TextSet};
 use redsync_engine::Method;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -45,7 +45,11 @@ fn phrases() -> Settings {
 
 /// Rank 0's end of a training with so much dropout.
 fn run(settings: &Settings, dropout: f32, ranks: usize) -> Ended {
-    let network = Architecture::Lstm(Lstm { units: 24, layers: 2, dropout, begin: 0.1 });
+    run_network(Lstm { units: 24, layers: 2, dropout, begin: 0.1 }, settings, ranks)
+}
+
+fn run_network(network: Lstm, settings: &Settings, ranks: usize) -> Ended {
+    let network = Architecture::Lstm(network);
     let data = Arc::new(data());
     let start = |comm| {
         let (settings, network, data) = (settings.clone(), network.clone(), data.clone());
@@ -117,6 +121,51 @@ fn the_state_of_the_network_goes_along_to_another_number_of_workers() {
         assert_eq!(resumed.steps, whole.steps);
         for (a, b) in losses(&resumed).iter().zip(losses(&whole)) {
             assert!((a - b).abs() < 1e-5 * b, "with {ranks} workers {a}, not {b}");
+        }
+    }
+}
+
+/// A network whose checkpoint is small enough to be kept for ever, and how it is trained.
+const KEPT: Lstm = Lstm { units: 6, layers: 1, dropout: 0.2, begin: 0.1 };
+const KEPT_STEP: u64 = 120;
+
+fn kept() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kept/phrases-2")
+}
+
+fn as_kept(dir: &Path) -> Settings {
+    Settings { dense_below: 256, ..with_checkpoint(dir) }
+}
+
+#[test]
+fn a_checkpoint_of_an_earlier_version_resumes() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let step = format!("step-{KEPT_STEP:08}");
+    std::fs::create_dir(dir.path().join(&step)).expect("a directory");
+    std::fs::copy(kept().join("latest"), dir.path().join("latest")).expect("a copy");
+    for file in std::fs::read_dir(kept().join(&step)).expect("what is kept").flatten() {
+        std::fs::copy(file.path(), dir.path().join(&step).join(file.file_name())).expect("a copy");
+    }
+    let resumed = run_network(KEPT, &Settings { resume: true, ..as_kept(dir.path()) }, 2).summary;
+    let whole =
+        run_network(KEPT, &Settings { checkpoint_dir: None, ..as_kept(Path::new("unused")) }, 2).summary;
+    assert_eq!(resumed.steps, whole.steps);
+    // Another machine may round matrix products otherwise; what is read wrongly shows in the first digits.
+    for (a, b) in losses(&resumed).iter().zip(losses(&whole)) {
+        assert!((a - b).abs() < 1e-3 * b, "{a}, not {b}");
+    }
+}
+
+/// How the files were made: once for every version of the format.
+#[test]
+#[ignore = "writes the files that are kept"]
+fn write_what_is_kept() {
+    run_network(KEPT, &Settings { stop_after: Some(KEPT_STEP), ..as_kept(&kept()) }, 2);
+    // Only the newest checkpoint is kept.
+    for entry in std::fs::read_dir(kept()).expect("a directory").flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with("step-") && name != format!("step-{KEPT_STEP:08}") {
+            std::fs::remove_dir_all(entry.path()).expect("an old checkpoint");
         }
     }
 }
