@@ -268,9 +268,7 @@ class Attachment:
         ]
         return described
 
-    def _synchronizer(
-        self, described: list[tuple[str, int, str, float, bool]], settings: dict[str, Any]
-    ) -> _redsync.Synchronizer:
+    def _synchronizer(self, described: list[tuple[str, int, str, float, bool]], settings: dict[str, Any]) -> _redsync.Synchronizer:
         try:
             return _redsync.Synchronizer(self._group, described, settings)
         except Error:
