@@ -54,6 +54,8 @@ fn seconds(py: Python<'_>, time: Duration) -> PyResult<Bound<'_, PyDelta>> {
 pub struct Wire {
     pub rank: usize,
     pub size: usize,
+    /// Which rank of this group is the first of the world, if it is here.
+    first: Option<usize>,
     group: Py<PyAny>,
     empty: Py<PyAny>,
     bytes: Py<PyAny>,
@@ -71,7 +73,8 @@ impl Wire {
         slice: Duration,
     ) -> PyResult<Wire> {
         let (torch, dist) = (py.import("torch")?, py.import("torch.distributed")?);
-        let ranks = dist.call_method1("get_process_group_ranks", (other,))?;
+        let ranks: Vec<usize> = dist.call_method1("get_process_group_ranks", (other,))?.extract()?;
+        let first = ranks.iter().position(|&rank| rank == 0);
         let backend: String = dist.call_method1("get_backend", (other,))?.extract()?;
         let is_mpi = backend.contains("mpi");
         let settings = PyDict::new(py);
@@ -83,6 +86,7 @@ impl Wire {
         Ok(Wire {
             rank: group.call_method0("rank")?.extract()?,
             size: group.call_method0("size")?.extract()?,
+            first,
             group: group.unbind(),
             empty: torch.getattr("empty")?.unbind(),
             bytes: torch.getattr("uint8")?.unbind(),
@@ -193,7 +197,7 @@ pub struct Store {
     keys: Vec<String>,
     /// Whether every rank has left a note; reading one that is not there would wait for it.
     complete: bool,
-    /// The rank whose process holds the store, if one does.
+    /// The rank whose process holds the store, if one of the group does.
     pub holder: Option<usize>,
 }
 
@@ -216,7 +220,7 @@ impl Store {
         let prefix = format!("redsync/{}", wire.name(py)?);
         let store = dist.getattr("PrefixStore")?.call1((prefix, store))?.unbind();
         let keys = (0..wire.size).map(|rank| format!("rank/{rank}")).collect();
-        Ok(Store { store, keys, complete: false, holder: of_rank_0.then_some(0) })
+        Ok(Store { store, keys, complete: false, holder: wire.first.filter(|_| of_rank_0) })
     }
 
     /// Leaves the note of a rank.
