@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The Python half, `python/redsync`, talks to PyTorch: hooks, threads, collectives, optimizer. It never looks into a
-//! message, and this half never talks to a network.
+//! message. This half reaches other ranks only in `communicator`, through PyTorch's process group.
 
 mod communicator;
 mod layers;

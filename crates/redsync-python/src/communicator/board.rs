@@ -124,10 +124,10 @@ impl Board {
         }
     }
 
-    /// Finds out why a collective does not end, and fails it.
+    /// Finds out why a collective does not end, and fails it; unless it does end, or nobody waits for it any more.
     fn investigate(&mut self, inquest: &Inquest) {
         let begin = Instant::now();
-        while self.desk.first_open(inquest.number).is_some_and(|(number, _)| number == inquest.number) {
+        while self.desk.is_open(inquest.number) {
             if self.due <= Instant::now() {
                 self.say(false);
             }
