@@ -28,11 +28,14 @@ impl From<PyErr> for Fault {
     }
 }
 
-/// An exception as one line.
+/// An exception as one line: the first sentence, without the place in PyTorch's sources and without its advice.
 pub fn line(error: &PyErr) -> String {
     attached(|py| {
         let text = error.value(py).to_string();
         let first = text.lines().next().unwrap_or_default().trim();
+        let first =
+            first.strip_prefix('[').and_then(|rest| rest.split_once("] ")).map_or(first, |(_, rest)| rest);
+        let first = first.split_once(". ").map_or(first, |(sentence, _)| sentence);
         let name =
             || error.get_type(py).name().map_or_else(|_| "an exception".to_string(), |name| name.to_string());
         if first.is_empty() { name() } else { first.to_string() }
