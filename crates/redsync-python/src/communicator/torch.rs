@@ -28,11 +28,14 @@ impl From<PyErr> for Fault {
     }
 }
 
-/// An exception as one line.
+/// An exception as one line: the first sentence, without the place in PyTorch's sources and without its advice.
 pub fn line(error: &PyErr) -> String {
     attached(|py| {
         let text = error.value(py).to_string();
         let first = text.lines().next().unwrap_or_default().trim();
+        let first =
+            first.strip_prefix('[').and_then(|rest| rest.split_once("] ")).map_or(first, |(_, rest)| rest);
+        let first = first.split_once(". ").map_or(first, |(sentence, _)| sentence);
         let name =
             || error.get_type(py).name().map_or_else(|_| "an exception".to_string(), |name| name.to_string());
         if first.is_empty() { name() } else { first.to_string() }
@@ -54,6 +57,8 @@ fn seconds(py: Python<'_>, time: Duration) -> PyResult<Bound<'_, PyDelta>> {
 pub struct Wire {
     pub rank: usize,
     pub size: usize,
+    /// Which rank of this group is the first of the world, if it is here.
+    first: Option<usize>,
     group: Py<PyAny>,
     empty: Py<PyAny>,
     bytes: Py<PyAny>,
@@ -71,7 +76,8 @@ impl Wire {
         slice: Duration,
     ) -> PyResult<Wire> {
         let (torch, dist) = (py.import("torch")?, py.import("torch.distributed")?);
-        let ranks = dist.call_method1("get_process_group_ranks", (other,))?;
+        let ranks: Vec<usize> = dist.call_method1("get_process_group_ranks", (other,))?.extract()?;
+        let first = ranks.iter().position(|&rank| rank == 0);
         let backend: String = dist.call_method1("get_backend", (other,))?.extract()?;
         let is_mpi = backend.contains("mpi");
         let settings = PyDict::new(py);
@@ -83,6 +89,7 @@ impl Wire {
         Ok(Wire {
             rank: group.call_method0("rank")?.extract()?,
             size: group.call_method0("size")?.extract()?,
+            first,
             group: group.unbind(),
             empty: torch.getattr("empty")?.unbind(),
             bytes: torch.getattr("uint8")?.unbind(),
@@ -193,7 +200,7 @@ pub struct Store {
     keys: Vec<String>,
     /// Whether every rank has left a note; reading one that is not there would wait for it.
     complete: bool,
-    /// The rank whose process holds the store, if one does.
+    /// The rank whose process holds the store, if one of the group does.
     pub holder: Option<usize>,
 }
 
@@ -216,7 +223,7 @@ impl Store {
         let prefix = format!("redsync/{}", wire.name(py)?);
         let store = dist.getattr("PrefixStore")?.call1((prefix, store))?.unbind();
         let keys = (0..wire.size).map(|rank| format!("rank/{rank}")).collect();
-        Ok(Store { store, keys, complete: false, holder: of_rank_0.then_some(0) })
+        Ok(Store { store, keys, complete: false, holder: wire.first.filter(|_| of_rank_0) })
     }
 
     /// Leaves the note of a rank.
