@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _redsync, state
 from .errors import Error, UsageError
 from .optimizer import Steps, check_optimizer
-from .parameters import check_model, describe, momentum, shapes, trained
+from .parameters import Described, check_model, describe, momentum, shapes, trained
 from .settings import warm_up
 from .staging import Staging
 from .stats import LayerStats, Stats
@@ -114,7 +114,7 @@ class Attachment:
         # The optimizer holds on to this object, and may go on with another model.
         weakref.finalize(model, self.close).atexit = False
 
-    def _synchronizer(self, described: list[tuple[str, int, str, float, bool]], settings: dict[str, Any]) -> _redsync.Synchronizer:
+    def _synchronizer(self, described: list[Described], settings: dict[str, Any]) -> _redsync.Synchronizer:
         try:
             return _redsync.Synchronizer(self._group, described, settings)
         except Error:
