@@ -1,5 +1,6 @@
-//! Memory of PyTorch's tensors: a Python object comes in, a slice of its elements goes out; and memory of ours, lent to PyTorch as a
-//! tensor. The only room with `unsafe`. What must hold: a slice lives no longer than the tensor, which is held here, and is as long as the tensor says.
+//! Memory of PyTorch's tensors: a Python object comes in, a slice of its elements goes out; and memory of ours, lent to PyTorch as
+//! a tensor. The only room with `unsafe`. What must hold: a slice lives no longer than the tensor, which is held here, and is as
+//! long as the tensor says.
 #![allow(unsafe_code)]
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
