@@ -1,7 +1,7 @@
 //! Every call to PyTorch: a process group that exchanges bytes, memory for them, and the store of the board. What must hold: the
 //! interpreter is held for the call only, never while a peer is waited for; an exception becomes one line.
 
-use crate::memory::Tensor;
+use crate::memory::{Tensor, lend, lend_mut};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDelta, PyDict};
 use pyo3::{PyErr, intern};
@@ -125,26 +125,43 @@ impl Wire {
     /// `goes_on` is asked now and then whether to wait any longer.
     pub fn exchange(
         &self,
-        (out, splits_out): (&mut Lane, &[usize]),
+        (out, splits_out): (Out<'_>, &[usize]),
         (into, splits_in): (&mut Lane, &[usize]),
         goes_on: &dyn Fn() -> bool,
     ) -> Result<(), Fault> {
         attached(|py| {
-            let (out, into) = (out.view(py, splits_out)?, into.view(py, splits_in)?);
+            let out = match out {
+                Out::Lane(lane) => lane.view(py, splits_out)?,
+                Out::Lent(bytes) => lend(py, bytes)?,
+            };
+            let into = into.view(py, splits_in)?;
             let name = intern!(py, "alltoall_base");
             let work = self.group.bind(py).call_method1(name, (into, out, splits_in, splits_out))?;
-            loop {
-                let Err(error) = work.call_method1(intern!(py, "wait"), (&self.slice,)) else {
-                    return Ok(());
-                };
-                if work.call_method0(intern!(py, "is_completed"))?.extract()? {
-                    return Err(error.into());
-                }
-                if !goes_on() {
-                    return Err(Fault::Abandoned);
-                }
-            }
+            self.wait(&work, goes_on)
         })?
+    }
+
+    /// Sums values over the ranks with PyTorch's own sum, in their place. The order of additions is PyTorch's, so among more
+    /// than two ranks the bits are too.
+    pub fn sum(&self, values: &mut [f32], goes_on: &dyn Fn() -> bool) -> Result<(), Fault> {
+        attached(|py| {
+            let values = lend_mut(py, values)?;
+            let work = self.group.bind(py).call_method1(intern!(py, "allreduce"), ([values],))?;
+            self.wait(&work, goes_on)
+        })?
+    }
+
+    fn wait(&self, work: &Bound<'_, PyAny>, goes_on: &dyn Fn() -> bool) -> Result<(), Fault> {
+        let py = work.py();
+        loop {
+            let Err(error) = work.call_method1(intern!(py, "wait"), (&self.slice,)) else { return Ok(()) };
+            if work.call_method0(intern!(py, "is_completed"))?.extract()? {
+                return Err(error.into());
+            }
+            if !goes_on() {
+                return Err(Fault::Abandoned);
+            }
+        }
     }
 
     /// Leaves the group. With something under way the group stays in memory: PyTorch would wait for it.
@@ -160,6 +177,14 @@ impl Wire {
             }
         });
     }
+}
+
+/// What is sent.
+pub enum Out<'a> {
+    /// The beginning of a lane.
+    Lane(&'a mut Lane),
+    /// These bytes, in their place; see [`lend`].
+    Lent(&'a [u8]),
 }
 
 /// Memory that PyTorch and this program share.
