@@ -232,7 +232,7 @@ fn serve(desk: &Desk, mut rounds: Rounds, remains: &Mutex<Option<(Rounds, bool)>
             Next::End => break false,
             Next::Farewell(reason) => {
                 let told = rounds.say_farewell(&reason, &|| desk.goes_on(None));
-                break told.is_err();
+                break matches!(told, Err(Fault::Abandoned));
             }
             Next::Job(job) => {
                 let number = job.number;
@@ -245,7 +245,7 @@ fn serve(desk: &Desk, mut rounds: Rounds, remains: &Mutex<Option<(Rounds, bool)>
             Err(Fault::Cause(cause)) => desk.fail(number, cause),
             Err(Fault::Failed(reason)) => {
                 desk.inquire(Inquest { number, tag, why: Why::Failed(reason) });
-                break true;
+                break false;
             }
             Err(Fault::Abandoned) => break true,
         }

@@ -1,10 +1,33 @@
-//! Memory of PyTorch's tensors: a Python object comes in, a slice of its elements goes out. The only room with `unsafe`.
-//! What must hold: a slice lives no longer than the tensor, which is held here, and is as long as the tensor says.
+//! Memory of PyTorch's tensors: a Python object comes in, a slice of its elements goes out; and memory of ours, lent to PyTorch as
+//! a tensor. The only room with `unsafe`. What must hold: a slice lives no longer than the tensor, which is held here, and is as
+//! long as the tensor says.
 #![allow(unsafe_code)]
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use redsync_core::{Gradient, bf16, f16};
+
+/// Bytes of this program as a tensor of bytes, in their place. PyTorch may use them as long as it works with the tensor: whoever
+/// lends them leaves them alone until it is done, and for ever if that cannot be known.
+pub fn lend<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
+    at(py, bytes.as_ptr().addr(), bytes.len(), "uint8")
+}
+
+/// Values of this program as a tensor that PyTorch may change, in their place; for the rest see [`lend`].
+pub fn lend_mut<'py>(py: Python<'py>, values: &mut [f32]) -> PyResult<Bound<'py, PyAny>> {
+    at(py, values.as_mut_ptr().addr(), size_of_val(values), "float32")
+}
+
+fn at<'py>(py: Python<'py>, address: usize, bytes: usize, element: &str) -> PyResult<Bound<'py, PyAny>> {
+    let (ctypes, torch) = (py.import(intern!(py, "ctypes"))?, py.import(intern!(py, "torch"))?);
+    let kind = ctypes.getattr(intern!(py, "c_uint8"))?.mul(bytes)?;
+    let array = kind.call_method1(intern!(py, "from_address"), (address,))?;
+    let settings = PyDict::new(py);
+    settings.set_item(intern!(py, "dtype"), torch.getattr(element)?)?;
+    torch.call_method(intern!(py, "frombuffer"), (array,), Some(&settings))
+}
 
 /// What a tensor's elements are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,6 +5,8 @@ It needs the same build as `test_conformance.py`, which says where.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -73,6 +75,27 @@ def test_a_silent_rank_is_named_though_another_has_left_because_of_it():
         assert kind == "ok" and named == [2], text
 
 
+def test_a_group_of_some_ranks_goes_on_without_the_others_and_blames_none_of_them():
+    def run():
+        module, rank = extension(), dist.get_rank()
+        if rank == 0:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        some = dist.new_group([1, 2], use_local_synchronization=True)
+        group = module.Group(some, patience=PATIENCE)
+        assert (group.rank, group.size) == (rank - 1, 2)
+        said = [module.conformance_try(group, "allreduce", 0, 100_000, 20.0)]
+        dist.barrier()
+        said += [module.conformance_try(group, kind, 1, 100_000, 20.0) for kind in ("allgather", "alltoall", "barrier")]
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _, named = module.conformance_try(group, "barrier", 2, 0, 20.0)
+        return said, named
+
+    found = outcomes(3, run, limit=60)
+    assert found == [("dead", "SIGKILL"), ("ok", ([None] * 4, [])), ("dead", "SIGKILL")]
+
+
 def test_a_message_of_an_absurd_length_is_refused_before_memory_is_taken():
     def run():
         module = extension()
@@ -136,41 +159,59 @@ def test_what_is_wrong_with_a_group_is_an_exception():
 
 
 PROGRAM = textwrap.dedent("""
-    import sys, threading
+    import json, os, sys, threading
     import torch.distributed as dist
-    sys.path.insert(0, sys.argv[5])
     from test_conformance import extension
 
-    module, path, rank, ranks, end = extension(), sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=ranks)
-    # Whoever waits for PyTorch to give up waits for longer than the test lets it.
-    group = module.Group(dist.group.WORLD, patience=600.0)
-    for step in range(3):
-        assert module.conformance_try(group, "allgather", step, 1000, 60.0) is None
-    if end == "gives up":
-        module.conformance_give_up(group, "enough")
-    if end == "blocked" and rank == 0:
-        threading.Thread(target=module.conformance_try, args=(group, "allgather", 3, 1000, 60.0), daemon=True).start()
-    if end == "destroys":
-        dist.barrier()
-        dist.destroy_process_group()
-    if end == "raises":
-        raise SystemExit(7)
+    def run(place, end, rank, ranks):
+        module = extension()
+        dist.init_process_group("gloo", init_method=f"file://{place}/{end}", rank=rank, world_size=ranks)
+        # Whoever waits for PyTorch to give up waits for longer than the test lets it.
+        group = module.Group(dist.group.WORLD, patience=600.0)
+        for step in range(3):
+            assert module.conformance_try(group, "allgather", step, 1000, 60.0) is None
+        if end == "gives up":
+            module.conformance_give_up(group, "enough")
+        if end == "blocked" and rank == 0:
+            threading.Thread(target=module.conformance_try, args=(group, "allgather", 3, 1000, 60.0), daemon=True).start()
+        if end == "destroys":
+            dist.barrier()
+            dist.destroy_process_group()
+        if end == "raises":
+            raise SystemExit(7)
+        globals()["group"] = group  # as a script has it, to its very end
+
+    children = {}
+    for end in sys.argv[2:]:
+        for rank in range(3):
+            child = os.fork()
+            if child == 0:
+                run(sys.argv[1], end, rank, 3)
+                sys.exit()
+            children[child] = end
+    statuses = {end: [] for end in sys.argv[2:]}
+    for child, end in children.items():
+        statuses[end].append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(json.dumps(statuses))
 """)
+ENDS = {"returns": 0, "gives up": 0, "blocked": 0, "destroys": 0, "raises": 7}
 
 
-@pytest.mark.parametrize("end", ["returns", "gives up", "blocked", "destroys", "raises"])
-def test_a_program_ends_without_a_wait_or_a_crash(end, tmp_path):
-    here = str(pathlib.Path(__file__).parent)
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
-    programs = [
-        subprocess.Popen([*command, str(rank), "3", end, here], stderr=subprocess.PIPE, text=True, env=os.environ)
-        for rank in range(3)
-    ]
-    try:
-        for program in programs:
-            _, said = program.communicate(timeout=120)
-            assert program.returncode == (7 if end == "raises" else 0), said
-    finally:
-        for program in programs:
-            program.kill()
+@pytest.fixture(scope="module")
+def statuses(tmp_path_factory):
+    """How programs end, whose interpreters are ended in order: a script that becomes three ranks for each way."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("stores")), *ENDS]
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True) as program:
+        try:
+            said, _ = program.communicate(timeout=240)
+        finally:
+            # The ranks are in the session of the script.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+    return json.loads(said)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_ends_without_a_wait_or_a_crash(end, statuses):
+    assert statuses[end] == [ENDS[end]] * 3

@@ -151,7 +151,7 @@ def test_a_ramp_sends_less_and_less():
 
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_clipping_happens_before_accumulation(warmup):
-    """Each rank brings the norm of its gradients, which carry 1/N, down to its share of the limit; a dense warm-up clips the average."""
+    """Each rank brings the norm of its gradients, which carry 1/N, down to its share; a dense warm-up clips the average."""
     limit = 0.05
 
     def dense():

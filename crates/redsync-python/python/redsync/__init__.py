@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ._redsync import VERSION as __version__
-from .attachment import Attachment, attach, of
+from .attach import attach
+from .attachment import Attachment, of
 from .errors import Error, GradientError, MismatchError, PeerError, UsageError
 from .stats import LayerStats, Stats
 

@@ -1,4 +1,4 @@
-"""One call on a DDP model: `attach`, and the `Attachment` that it returns.
+"""What ties a DDP model to the engine.
 
 The walk of a gradient. The backward pass fills a bucket of DDP, whose hook is ours. The hook submits the bucket's parameters to
 the engine and returns a future; compression and exchange go on in the engine's threads, over a process group of their own
@@ -16,134 +16,29 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import operator
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _redsync, state
 from .errors import Error, UsageError
 from .optimizer import Steps, check_optimizer
+from .parameters import Described, check_model, describe, momentum, shapes, trained
+from .settings import warm_up
 from .staging import Staging
 from .stats import LayerStats, Stats
 
 log = logging.getLogger("redsync")
 
-Method = Literal["rgc+asq", "rgc", "rgc-naive", "sgd"]
-Warmup = int | tuple[Literal["dense", "ramp"], int]
-
 _attached: weakref.WeakKeyDictionary[torch.nn.Module, Attachment] = weakref.WeakKeyDictionary()
 """What `of` finds."""
 _open: weakref.WeakSet[Attachment] = weakref.WeakSet()
 """What acts on an optimizer, also where the model is gone and waits to be collected."""
-
-
-def attach(
-    model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    *,
-    density: float = 0.001,
-    method: Method = "rgc+asq",
-    warmup: Warmup = 0,
-    clip: float | None = None,
-    plan: str | Mapping[str, str] = "carried",
-    output: str | None = None,
-    dense_below: int = 128 << 10,
-    masking: bool = True,
-    bf16: bool = False,
-    scaler: torch.amp.GradScaler | None = None,
-    deadline: float = 60.0,
-    threads: int = 1,
-    log_every: int = 0,
-) -> Attachment:
-    """Makes a DDP model exchange compressed gradients. All ranks call it, with the same settings, before training.
-
-    Each rank adds its gradients to a residual, sends the largest of it and keeps the rest for later steps. Forward, backward
-    and ``optimizer.step()`` are written as always.
-
-    A model whose process group is not the whole world: let every rank of the world attach the same number of times, or make all
-    groups before; PyTorch numbers the groups that ranks make, and `attach` makes one.
-
-    Args:
-        model: the model, wrapped by ``DistributedDataParallel``.
-        optimizer: its ``torch.optim.SGD``. Momentum of compressed layers moves into the compressor.
-        density: the fraction of a compressed layer that is sent at a step.
-        method: ``rgc+asq`` (one mean stands for all values of a layer, signs alternate by step), ``rgc`` (values of 32 bits),
-            ``rgc-naive`` (full selection, for comparison) or ``sgd`` (nothing is compressed).
-        warmup: steps at the start during which everything is dense; or ``("ramp", n)`` for n steps each at 25, 6.25, 1.5625
-            and 0.4%. Momentum carries over.
-        clip: the largest norm of all gradients together, each rank's share of it, before they are accumulated; while everything is
-            dense, of the averaged gradients. The first gradient then waits for the last. Clipping ``p.grad`` after the backward
-            pass, as usual, clips what was exchanged instead.
-        plan: ``carried`` (carried threshold, Rice-coded indices; ``auto`` is an older name of it), ``measured`` (the same, but
-            machines and network are measured first, for some seconds, and only what is then predicted to be faster is compressed),
-            ``paper`` (trimmed selection, plain indices), or a choice for some parameters by name: ``dense``, or ``carried``,
-            ``trimmed``, ``threshold``, ``exact``, with ``+asq`` or not.
-        output: the name of the output layer's weight, which is never quantized; by default the last weight of the model.
-        dense_below: parameters of fewer bytes in single precision stay dense, as do biases and normalization.
-        masking: clear the momentum of what was sent.
-        bf16: send values that are not quantized as bfloat16.
-        scaler: the ``torch.amp.GradScaler`` of the loss, if there is one. A step that it skips is taken back everywhere.
-        deadline: seconds after which a rank that does not answer is given up. A rank that is busy with something else for longer
-            (a validation on rank 0 only, a slow checkpoint) does not answer either: give more than that takes.
-        threads: threads that compress one layer.
-        log_every: a line to the logger ``redsync`` at level INFO every so many steps; 0 for none.
-
-    Returns:
-        The `Attachment`: statistics, state for checkpoints.
-
-    Raises:
-        UsageError: the model, the optimizer or a setting does not fit.
-        MismatchError: the ranks do not agree.
-
-    Example:
-        >>> model = DistributedDataParallel(net)                                        # doctest: +SKIP
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)       # doctest: +SKIP
-        >>> redsync.attach(model, optimizer, warmup=500)                                # doctest: +SKIP
-        >>> for inputs, labels in loader:                                               # doctest: +SKIP
-        ...     optimizer.zero_grad()
-        ...     loss(model(inputs), labels).backward()
-        ...     optimizer.step()
-    """
-    if not isinstance(model, DistributedDataParallel):
-        raise UsageError(f"attach takes a model wrapped by DistributedDataParallel, not a {type(model).__name__}")
-    if model in _attached:
-        raise UsageError("redsync is attached to this model already; DDP allows one communication hook per model")
-    if not deadline > 0:
-        raise UsageError(f"a deadline of {deadline} seconds is none")
-    scaler = scaler if scaler is not None and scaler.is_enabled() else None
-    plan, choices = (plan, {}) if isinstance(plan, str) else ("carried", dict(plan))
-    settings: dict[str, Any] = {
-        "method": method,
-        "plan": plan,
-        "choices": choices,
-        "density": density,
-        "dense_below": dense_below,
-        "masking": masking,
-        "bf16": bf16,
-        "warm_up": warmup,
-        "clip": clip,
-        "undo": scaler is not None,
-        "threads": threads,
-    }
-    return Attachment(model, optimizer, settings, output, scaler, deadline, log_every)
-
-
-def _warm_up(warmup: Any) -> tuple[str, int]:
-    kind, steps = warmup if isinstance(warmup, tuple) and len(warmup) == 2 else ("dense", warmup)
-    try:
-        steps = operator.index(steps)
-    except TypeError:
-        steps = -1
-    if steps < 0 or not isinstance(kind, str):
-        raise UsageError(f'a warmup of {warmup!r} is none: give a number of steps, or ("ramp", steps)')
-    return kind, steps
 
 
 def _check_free(parameters: Sequence[torch.Tensor]) -> None:
@@ -156,25 +51,6 @@ def _check_free(parameters: Sequence[torch.Tensor]) -> None:
         gc.collect()  # a model that nobody has any more closes its attachment when it goes
     if taken():
         raise UsageError("redsync is attached to another model with the same parameters; close() that attachment first")
-
-
-def _check_model(model: DistributedDataParallel) -> None:
-    if model.mixed_precision is not None:
-        raise UsageError("DDP's mixed_precision is not supported; use torch.autocast, with a GradScaler for float16")
-    for name, module in model.module.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            raise UsageError(f"{name} yields sparse gradients, which cannot be compressed; make it with sparse=False")
-    for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise UsageError(f"{name} is of {kind}; gradients of float32, float16 and bfloat16 can be compressed: model.float()")
-
-
-def _output(model: torch.nn.Module) -> str | None:
-    """The last weight of a model; of a tied one, the name that `named_parameters` gives it."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    weights = [p for _, p in model.named_parameters(remove_duplicate=False) if p.requires_grad and p.dim() > 1]
-    return names[weights[-1]] if weights else None
 
 
 class Attachment:
@@ -190,19 +66,23 @@ class Attachment:
         deadline: float,
         log_every: int,
     ) -> None:
-        ignored = set(model.parameters_to_ignore)  # by DDP, which leaves them to the user
-        named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
-        self._names = [name for name, _ in named]
-        self._parameters = [parameter for _, parameter in named]
+        self._named = trained(model)
+        self._names, self._parameters = list(self._named), list(self._named.values())
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._scaler, self._log_every = scaler, log_every
         # The rest of the deadline is for finding out who is missing.
         settings["deadline"] = deadline - min(5.0, deadline / 4)
         problem, described = None, []
         try:
-            described = self._describe(model, optimizer, settings, output)
+            settings["warm_up"] = warm_up(settings["warm_up"])
+            check_model(model)
+            _check_free(self._parameters)
+            check_optimizer(optimizer, scaler is not None)
+            described = describe(model, self._named, optimizer, output)
         except (ValueError, TypeError, OverflowError) as error:
             problem = str(error)
+        self._momenta = [(coefficient, nesterov) for *_, coefficient, nesterov in described]
+        settings["agree"] = [("a GradScaler", str(scaler is not None)), *shapes(self._named)]
         # Made in any case, because a rank that has nothing to say would let the others wait.
         self._group = _redsync.Group(model.process_group, settings["deadline"])
         with contextlib.ExitStack() as opened:
@@ -234,43 +114,7 @@ class Attachment:
         # The optimizer holds on to this object, and may go on with another model.
         weakref.finalize(model, self.close).atexit = False
 
-    def _describe(
-        self,
-        model: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        settings: dict[str, Any],
-        output: str | None,
-    ) -> list[tuple[str, int, str, float, bool]]:
-        """What the engine has to know of each parameter, and what ranks have to agree on. Needs no other rank."""
-        settings["warm_up"] = _warm_up(settings["warm_up"])
-        if not hasattr(dist.distributed_c10d.Store, "clone"):
-            raise UsageError(f"PyTorch {torch.__version__} is too old: its stores cannot be cloned; 2.15 is tested")
-        _check_model(model)
-        _check_free(self._parameters)
-        check_optimizer(optimizer, self._scaler is not None)
-        if output is not None and output not in self._names:
-            raise UsageError(f"output={output!r} is no parameter of the model that is trained")
-        last = output if output is not None else _output(model.module)
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        described = []
-        self._momenta = []
-        for name, parameter in zip(self._names, self._parameters):
-            # What the optimizer does not update needs no residual.
-            plain = parameter.dim() <= 1 or parameter not in groups
-            kind = "bias-or-norm" if plain else "output" if name == last else "weight"
-            momentum = _momentum(groups.get(parameter, _NO_GROUP))
-            self._momenta.append(momentum)
-            described.append((name, parameter.numel(), kind, *momentum))
-        shapes = [f"{n} {tuple(p.shape)} {p.stride()} {p.dtype}" for n, p in zip(self._names, self._parameters)]
-        settings["agree"] = [
-            ("a GradScaler", str(self._scaler is not None)),
-            *((f"parameter {number}", shape) for number, shape in enumerate(shapes)),
-        ]
-        return described
-
-    def _synchronizer(
-        self, described: list[tuple[str, int, str, float, bool]], settings: dict[str, Any]
-    ) -> _redsync.Synchronizer:
+    def _synchronizer(self, described: list[Described], settings: dict[str, Any]) -> _redsync.Synchronizer:
         try:
             return _redsync.Synchronizer(self._group, described, settings)
         except Error:
@@ -286,7 +130,7 @@ class Attachment:
         unused = set(self._compressed)
         for number in self._compressed:
             # A tensor's hook runs before DDP's, which waits for the accumulated gradient.
-            self._parameters[number].register_hook(lambda _, number=number: unused.discard(number))
+            self._parameters[number].register_hook(lambda _, number=number: unused.discard(number))  # type: ignore[no-untyped-call]
         return unused
 
     # Called by DDP and autograd, during the backward pass.
@@ -353,7 +197,7 @@ class Attachment:
             number = self._numbers.get(parameter)
             if number is None or number not in compressed:
                 continue
-            now = _momentum(group)
+            now = momentum(group)
             if now != self._momenta[number]:
                 self._sync.set_momentum(number, *now)
                 self._momenta[number] = now
@@ -446,7 +290,7 @@ class Attachment:
             >>> torch.save(attachment.state_dict(), f"redsync-{rank}.pt")               # doctest: +SKIP
         """
         self._check_between()
-        return state.as_dict(self._sync.capture(), self._named())
+        return state.as_dict(self._sync.capture(), self._named)
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continues from a state. All ranks call it, after `attach`; after an error nothing has changed.
@@ -458,7 +302,7 @@ class Attachment:
         self._check_between()
         problem, states = None, []
         try:
-            states = [state.from_dict(each, self._named()) for each in ([saved] if isinstance(saved, Mapping) else saved)]
+            states = [state.from_dict(each, self._named) for each in ([saved] if isinstance(saved, Mapping) else saved)]
             if not states:
                 raise UsageError("there is no state in the list")
         except UsageError as error:
@@ -476,9 +320,6 @@ class Attachment:
         self._check_between()
         return self._sync.check_replicas([p.detach().to("cpu", torch.float32).contiguous().view(-1) for p in self._parameters])
 
-    def _named(self) -> dict[str, torch.Tensor]:
-        return dict(zip(self._names, self._parameters))
-
     def _check_between(self) -> None:
         self._check()
         if self._open:
@@ -495,14 +336,6 @@ class Attachment:
         self._closing()
 
 
-_NO_GROUP: dict[str, Any] = {"momentum": 0.0, "nesterov": False}
-
-
-def _momentum(group: Mapping[str, Any]) -> tuple[float, bool]:
-    """Of a parameter group: the coefficient, and whether it is Nesterov's."""
-    return float(group["momentum"]), bool(group["nesterov"])
-
-
 def _register(model: DistributedDataParallel, attachment: Attachment) -> None:
     try:
         model.register_comm_hook(attachment, _hook)
@@ -517,6 +350,11 @@ def _close(sync: _redsync.Synchronizer, group: _redsync.Group) -> None:
 
 def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants these names, and no annotations that it does not know
     return state._take(bucket)
+
+
+def is_attached(model: torch.nn.Module) -> bool:
+    """Whether redsync is attached to a model."""
+    return model in _attached
 
 
 def of(model: torch.nn.Module | None = None) -> Attachment:

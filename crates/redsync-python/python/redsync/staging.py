@@ -24,7 +24,8 @@ class Staging:
 
     def mark(self) -> torch.cuda.Event:
         """The moment from which the gradients that were computed so far can be read."""
-        return torch.cuda.current_stream(self._device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
 
     def fetch(self, layer: int, flat: torch.Tensor, ready: torch.cuda.Event) -> torch.Tensor:
         """A layer's elements on the host."""

@@ -124,10 +124,10 @@ impl Board {
         }
     }
 
-    /// Finds out why a collective does not end, and fails it.
+    /// Finds out why a collective does not end, and fails it; unless it does end, or nobody waits for it any more.
     fn investigate(&mut self, inquest: &Inquest) {
         let begin = Instant::now();
-        while self.desk.first_open(inquest.number).is_some_and(|(number, _)| number == inquest.number) {
+        while self.desk.is_open(inquest.number) {
             if self.due <= Instant::now() {
                 self.say(false);
             }
@@ -215,7 +215,7 @@ impl Board {
     }
 
     /// Stays for the sake of the others, a few beats at most, and says goodbye. They may need what this rank still has in its
-    /// sockets; and if this process holds the store, what is written there.
+    /// sockets; and if this process holds the store, what is written there, until they have said goodbye themselves.
     fn leave(&mut self) -> Result<(), Fault> {
         self.say(false);
         let broken = self.desk.is_broken();
@@ -225,7 +225,7 @@ impl Board {
         while (holds || !broken) && Instant::now() < until {
             self.look()?;
             let waits = |seen: &Seen| match &seen.note {
-                Some(note) => note.gone.is_none() && (broken || note.finished < started),
+                Some(note) => note.gone.is_none() && (holds || note.finished < started),
                 None => false,
             };
             if !self.seen.iter().enumerate().any(|(rank, seen)| rank != self.desk.rank && waits(seen)) {

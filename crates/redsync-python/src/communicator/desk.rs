@@ -330,6 +330,12 @@ impl Desk {
         state.open.iter().find(|open| open.number >= number).map(|open| (open.number, open.tag))
     }
 
+    /// Whether the collective `number` is not done, and the communicator is not closed.
+    pub fn is_open(&self, number: u64) -> bool {
+        let state = self.lock();
+        state.closing.is_none() && state.open.iter().any(|open| open.number == number)
+    }
+
     /// Whether somebody who waits for a collective from `number` on will soon meet a deadline of its own.
     pub fn is_near_deadline(&self, number: u64) -> bool {
         let soon = Instant::now() + NEAR;

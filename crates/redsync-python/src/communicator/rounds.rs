@@ -2,19 +2,22 @@
 //!
 //! Every collective begins with a round of blocks of a size that all ranks know (`forecast.rs`): header and, where it fits, the
 //! message. There ranks that disagree find out, and one that gave up says why. A second round, of exact sizes, carries what did
-//! not fit; a long sum takes one round of values among two ranks, among more one of segments and one of their sums. What must
+//! not fit; a long sum is PyTorch's own among two ranks, among more one round of segments and one of their sums. What must
 //! hold: whether there is a further round follows from what all ranks have seen in the first.
 
 use super::block::{HEADER, Header};
 use super::desk::{Done, Work};
 use super::forecast::Forecast;
-use super::torch::{Fault, Lane, Wire};
+use super::torch::{Fault, Lane, Out, Wire};
 use redsync_comm::{Call, CommError, Gathered, Kind, sum};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// A sum whose values, sent to all, take no more bytes than this is not cut into segments: a round costs more.
 const WHOLE: usize = 64 << 10;
+
+/// What concerns one peer only, and is as long as this, is not copied for PyTorch.
+const LENT: usize = 256 << 10;
 
 /// The collectives of one rank.
 pub struct Rounds {
@@ -54,29 +57,37 @@ impl Rounds {
     }
 
     /// Does one collective.
-    pub fn perform(&mut self, call: Call, work: Work, goes_on: &dyn Fn() -> bool) -> Result<Done, Fault> {
-        let none = || Gathered::new(Vec::new());
-        Ok(match work {
+    pub fn perform(&mut self, call: Call, mut work: Work, goes_on: &dyn Fn() -> bool) -> Result<Done, Fault> {
+        let outcome = self.attempt(call, &mut work, goes_on);
+        if let Err(Fault::Failed(_) | Fault::Abandoned) = outcome {
+            // PyTorch may still read what it was lent.
+            std::mem::forget(work);
+        }
+        outcome
+    }
+
+    fn attempt(&mut self, call: Call, work: &mut Work, goes_on: &dyn Fn() -> bool) -> Result<Done, Fault> {
+        let (messages, values) = match work {
             Work::Meet => {
                 self.meet(call, &|_| &[], goes_on)?;
-                Done { messages: none(), values: Vec::new() }
+                (Vec::new(), Vec::new())
             }
             Work::Gather(message) => {
                 let met = self.meet(call, &|_| message.as_slice(), goes_on)?;
                 let others = self.collect(&met, &|_| message.as_slice(), goes_on)?;
-                Done { messages: self.with_own(others, message), values: Vec::new() }
+                (self.with_own(others, std::mem::take(message)), Vec::new())
             }
-            Work::Scatter(mut messages) => {
+            Work::Scatter(messages) => {
                 let met = self.meet(call, &|peer| messages[peer].as_slice(), goes_on)?;
                 let others = self.collect(&met, &|peer| messages[peer].as_slice(), goes_on)?;
-                let own = std::mem::take(&mut messages[self.wire.rank]);
-                Done { messages: self.with_own(others, own), values: Vec::new() }
+                (self.with_own(others, std::mem::take(&mut messages[self.wire.rank])), Vec::new())
             }
-            Work::Sum(mut values) => {
-                self.sum(call, &mut values, goes_on)?;
-                Done { messages: none(), values }
+            Work::Sum(values) => {
+                self.sum(call, values, goes_on)?;
+                (Vec::new(), std::mem::take(values))
             }
-        })
+        };
+        Ok(Done { messages: Gathered::new(messages), values })
     }
 
     /// Tells the others, in the place of the next collective, why this rank gives up.
@@ -130,7 +141,7 @@ impl Rounds {
             header.write(message, place);
         }
         let splits = self.splits(|_| block);
-        self.wire.exchange((&mut self.out, &splits), (&mut self.into, &splits), goes_on)?;
+        self.wire.exchange((Out::Lane(&mut self.out), &splits), (&mut self.into, &splits), goes_on)?;
         Ok(block)
     }
 
@@ -202,16 +213,22 @@ impl Rounds {
         let Some(bytes_in) = splits_in.iter().try_fold(0_usize, |sum, &bytes| sum.checked_add(bytes)) else {
             return Err(refused("the messages of all ranks together are longer than memory".to_string()));
         };
-        self.wire.room(&mut self.out, splits_out.iter().sum())?;
         self.wire.room(&mut self.into, bytes_in)?;
         let peers = self.peers();
+        if let [peer] = peers[..]
+            && message(peer).len() >= LENT
+        {
+            let out = Out::Lent(message(peer));
+            return self.wire.exchange((out, &splits_out), (&mut self.into, &splits_in), goes_on);
+        }
+        self.wire.room(&mut self.out, splits_out.iter().sum())?;
         let mut out = self.out.bytes_mut();
         for peer in peers {
             let (place, later) = out.split_at_mut(message(peer).len());
             place.copy_from_slice(message(peer));
             out = later;
         }
-        self.wire.exchange((&mut self.out, &splits_out), (&mut self.into, &splits_in), goes_on)
+        self.wire.exchange((Out::Lane(&mut self.out), &splits_out), (&mut self.into, &splits_in), goes_on)
     }
 
     /// Sums in rank order, in the place of `values`.
@@ -224,6 +241,10 @@ impl Rounds {
         }
         // The others conclude the same from the length, which they share.
         self.meet(call, &|_| &[], goes_on)?;
+        if self.wire.size == 2 && bytes >= LENT {
+            // Of two values the order does not matter.
+            return self.wire.sum(values, goes_on);
+        }
         if self.wire.size == 2 || bytes * self.wire.size <= WHOLE {
             self.ship(|_| bytemuck::cast_slice(values), |_| bytes, goes_on)?;
             return self.add(values, |place| place * bytes..(place + 1) * bytes);
@@ -264,9 +285,9 @@ impl Rounds {
         Ok(())
     }
 
-    fn with_own(&self, mut messages: Vec<Vec<u8>>, own: Vec<u8>) -> Gathered {
+    fn with_own(&self, mut messages: Vec<Vec<u8>>, own: Vec<u8>) -> Vec<Arc<Vec<u8>>> {
         messages.insert(self.wire.rank, own);
-        Gathered::new(messages.into_iter().map(Arc::new).collect())
+        messages.into_iter().map(Arc::new).collect()
     }
 
     fn peers(&self) -> Vec<usize> {

@@ -1,7 +1,7 @@
 //! Every call to PyTorch: a process group that exchanges bytes, memory for them, and the store of the board. What must hold: the
 //! interpreter is held for the call only, never while a peer is waited for; an exception becomes one line.
 
-use crate::memory::Tensor;
+use crate::memory::{Tensor, lend, lend_mut};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDelta, PyDict};
 use pyo3::{PyErr, intern};
@@ -28,11 +28,14 @@ impl From<PyErr> for Fault {
     }
 }
 
-/// An exception as one line.
+/// An exception as one line: the first sentence, without the place in PyTorch's sources and without its advice.
 pub fn line(error: &PyErr) -> String {
     attached(|py| {
         let text = error.value(py).to_string();
         let first = text.lines().next().unwrap_or_default().trim();
+        let first =
+            first.strip_prefix('[').and_then(|rest| rest.split_once("] ")).map_or(first, |(_, rest)| rest);
+        let first = first.split_once(". ").map_or(first, |(sentence, _)| sentence);
         let name =
             || error.get_type(py).name().map_or_else(|_| "an exception".to_string(), |name| name.to_string());
         if first.is_empty() { name() } else { first.to_string() }
@@ -54,6 +57,8 @@ fn seconds(py: Python<'_>, time: Duration) -> PyResult<Bound<'_, PyDelta>> {
 pub struct Wire {
     pub rank: usize,
     pub size: usize,
+    /// Which rank of this group is the first of the world, if it is here.
+    first: Option<usize>,
     group: Py<PyAny>,
     empty: Py<PyAny>,
     bytes: Py<PyAny>,
@@ -71,7 +76,8 @@ impl Wire {
         slice: Duration,
     ) -> PyResult<Wire> {
         let (torch, dist) = (py.import("torch")?, py.import("torch.distributed")?);
-        let ranks = dist.call_method1("get_process_group_ranks", (other,))?;
+        let ranks: Vec<usize> = dist.call_method1("get_process_group_ranks", (other,))?.extract()?;
+        let first = ranks.iter().position(|&rank| rank == 0);
         let backend: String = dist.call_method1("get_backend", (other,))?.extract()?;
         let is_mpi = backend.contains("mpi");
         let settings = PyDict::new(py);
@@ -83,6 +89,7 @@ impl Wire {
         Ok(Wire {
             rank: group.call_method0("rank")?.extract()?,
             size: group.call_method0("size")?.extract()?,
+            first,
             group: group.unbind(),
             empty: torch.getattr("empty")?.unbind(),
             bytes: torch.getattr("uint8")?.unbind(),
@@ -118,26 +125,43 @@ impl Wire {
     /// `goes_on` is asked now and then whether to wait any longer.
     pub fn exchange(
         &self,
-        (out, splits_out): (&mut Lane, &[usize]),
+        (out, splits_out): (Out<'_>, &[usize]),
         (into, splits_in): (&mut Lane, &[usize]),
         goes_on: &dyn Fn() -> bool,
     ) -> Result<(), Fault> {
         attached(|py| {
-            let (out, into) = (out.view(py, splits_out)?, into.view(py, splits_in)?);
+            let out = match out {
+                Out::Lane(lane) => lane.view(py, splits_out)?,
+                Out::Lent(bytes) => lend(py, bytes)?,
+            };
+            let into = into.view(py, splits_in)?;
             let name = intern!(py, "alltoall_base");
             let work = self.group.bind(py).call_method1(name, (into, out, splits_in, splits_out))?;
-            loop {
-                let Err(error) = work.call_method1(intern!(py, "wait"), (&self.slice,)) else {
-                    return Ok(());
-                };
-                if work.call_method0(intern!(py, "is_completed"))?.extract()? {
-                    return Err(error.into());
-                }
-                if !goes_on() {
-                    return Err(Fault::Abandoned);
-                }
-            }
+            self.wait(&work, goes_on)
         })?
+    }
+
+    /// Sums values over the ranks with PyTorch's own sum, in their place. The order of additions is PyTorch's, so among more
+    /// than two ranks the bits are too.
+    pub fn sum(&self, values: &mut [f32], goes_on: &dyn Fn() -> bool) -> Result<(), Fault> {
+        attached(|py| {
+            let values = lend_mut(py, values)?;
+            let work = self.group.bind(py).call_method1(intern!(py, "allreduce"), ([values],))?;
+            self.wait(&work, goes_on)
+        })?
+    }
+
+    fn wait(&self, work: &Bound<'_, PyAny>, goes_on: &dyn Fn() -> bool) -> Result<(), Fault> {
+        let py = work.py();
+        loop {
+            let Err(error) = work.call_method1(intern!(py, "wait"), (&self.slice,)) else { return Ok(()) };
+            if work.call_method0(intern!(py, "is_completed"))?.extract()? {
+                return Err(error.into());
+            }
+            if !goes_on() {
+                return Err(Fault::Abandoned);
+            }
+        }
     }
 
     /// Leaves the group. With something under way the group stays in memory: PyTorch would wait for it.
@@ -153,6 +177,14 @@ impl Wire {
             }
         });
     }
+}
+
+/// What is sent.
+pub enum Out<'a> {
+    /// The beginning of a lane.
+    Lane(&'a mut Lane),
+    /// These bytes, in their place; see [`lend`].
+    Lent(&'a [u8]),
 }
 
 /// Memory that PyTorch and this program share.
@@ -193,7 +225,7 @@ pub struct Store {
     keys: Vec<String>,
     /// Whether every rank has left a note; reading one that is not there would wait for it.
     complete: bool,
-    /// The rank whose process holds the store, if one does.
+    /// The rank whose process holds the store, if one of the group does.
     pub holder: Option<usize>,
 }
 
@@ -216,7 +248,7 @@ impl Store {
         let prefix = format!("redsync/{}", wire.name(py)?);
         let store = dist.getattr("PrefixStore")?.call1((prefix, store))?.unbind();
         let keys = (0..wire.size).map(|rank| format!("rank/{rank}")).collect();
-        Ok(Store { store, keys, complete: false, holder: of_rank_0.then_some(0) })
+        Ok(Store { store, keys, complete: false, holder: wire.first.filter(|_| of_rank_0) })
     }
 
     /// Leaves the note of a rank.

@@ -1,0 +1,104 @@
+"""One call on a DDP model: `attach`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from .attachment import Attachment, is_attached
+from .errors import UsageError
+from .settings import Method, Warmup
+
+
+def attach(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    density: float = 0.001,
+    method: Method = "rgc+asq",
+    warmup: Warmup = 0,
+    clip: float | None = None,
+    plan: str | Mapping[str, str] = "carried",
+    output: str | None = None,
+    dense_below: int = 128 << 10,
+    masking: bool = True,
+    bf16: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    deadline: float = 60.0,
+    threads: int = 1,
+    log_every: int = 0,
+) -> Attachment:
+    """Makes a DDP model exchange compressed gradients. All ranks call it, with the same settings, before training.
+
+    Each rank adds its gradients to a residual, sends the largest of it and keeps the rest for later steps. Forward, backward
+    and ``optimizer.step()`` are written as always.
+
+    A model whose process group is not the whole world: let every rank of the world attach the same number of times, or make all
+    groups before; PyTorch numbers the groups that ranks make, and `attach` makes one.
+
+    Args:
+        model: the model, wrapped by ``DistributedDataParallel``.
+        optimizer: its ``torch.optim.SGD``. Momentum of compressed layers moves into the compressor.
+        density: the fraction of a compressed layer that is sent at a step.
+        method: ``rgc+asq`` (one mean stands for all values of a layer, signs alternate by step), ``rgc`` (values of 32 bits),
+            ``rgc-naive`` (full selection, for comparison) or ``sgd`` (nothing is compressed).
+        warmup: steps at the start during which everything is dense; or ``("ramp", n)`` for n steps each at 25, 6.25, 1.5625
+            and 0.4%. Momentum carries over.
+        clip: the largest norm of all gradients together, each rank's share of it, before they are accumulated; while everything is
+            dense, of the averaged gradients. The first gradient then waits for the last. Clipping ``p.grad`` after the backward
+            pass, as usual, clips what was exchanged instead.
+        plan: ``carried`` (carried threshold, Rice-coded indices; ``auto`` is an older name of it), ``measured`` (the same, but
+            machines and network are measured first, for some seconds, and only what is then predicted to be faster is compressed),
+            ``paper`` (trimmed selection, plain indices), or a choice for some parameters by name: ``dense``, or ``carried``,
+            ``trimmed``, ``threshold``, ``exact``, with ``+asq`` or not.
+        output: the name of the output layer's weight, which is never quantized; by default the last weight of the model.
+        dense_below: parameters of fewer bytes in single precision stay dense, as do biases and normalization.
+        masking: clear the momentum of what was sent.
+        bf16: send values that are not quantized as bfloat16.
+        scaler: the ``torch.amp.GradScaler`` of the loss, if there is one. A step that it skips is taken back everywhere.
+        deadline: seconds after which a rank that does not answer is given up. A rank that is busy with something else for longer
+            (a validation on rank 0 only, a slow checkpoint) does not answer either: give more than that takes.
+        threads: threads that compress one layer.
+        log_every: a line to the logger ``redsync`` at level INFO every so many steps; 0 for none.
+
+    Returns:
+        The `Attachment`: statistics, state for checkpoints.
+
+    Raises:
+        UsageError: the model, the optimizer or a setting does not fit.
+        MismatchError: the ranks do not agree.
+
+    Example:
+        >>> model = DistributedDataParallel(net)                                        # doctest: +SKIP
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)       # doctest: +SKIP
+        >>> redsync.attach(model, optimizer, warmup=500)                                # doctest: +SKIP
+        >>> for inputs, labels in loader:                                               # doctest: +SKIP
+        ...     optimizer.zero_grad()
+        ...     loss(model(inputs), labels).backward()
+        ...     optimizer.step()
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise UsageError(f"attach takes a model wrapped by DistributedDataParallel, not a {type(model).__name__}")
+    if is_attached(model):
+        raise UsageError("redsync is attached to this model already; DDP allows one communication hook per model")
+    if not deadline > 0:
+        raise UsageError(f"a deadline of {deadline} seconds is none")
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    plan, choices = (plan, {}) if isinstance(plan, str) else ("carried", dict(plan))
+    settings: dict[str, Any] = {
+        "method": method,
+        "plan": plan,
+        "choices": choices,
+        "density": density,
+        "dense_below": dense_below,
+        "masking": masking,
+        "bf16": bf16,
+        "warm_up": warmup,
+        "clip": clip,
+        "undo": scaler is not None,
+        "threads": threads,
+    }
+    return Attachment(model, optimizer, settings, output, scaler, deadline, log_every)
