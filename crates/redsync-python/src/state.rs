@@ -3,7 +3,7 @@
 use crate::memory::Tensor;
 use crate::settings::momentum;
 use pyo3::prelude::*;
-use redsync_core::{Memory, Momentum, Remembered};
+use redsync_core::{Memory, Momentum};
 use redsync_engine::state::{LayerState, Saved};
 
 /// What a selector remembers: for each phase the bits of two thresholds, and a count.
@@ -49,11 +49,6 @@ impl Dict {
 
 impl Layer {
     fn state(&self) -> Result<LayerState, String> {
-        let phases = self.remembering.map(|[threshold, least, searched]| Remembered {
-            threshold: f32::from_bits(threshold),
-            least: f32::from_bits(least),
-            searched,
-        });
         let none = || format!("{}: remembering of the state is none", self.name);
         let floats = |tensor: &Tensor| {
             let values = tensor.floats().map(<[f32]>::to_vec);
@@ -66,7 +61,7 @@ impl Layer {
             momentum: if u.is_empty() { Momentum::None } else { momentum(self.momentum.0, self.momentum.1) },
             v: floats(&self.v)?,
             u,
-            memory: Memory::from_phases(phases).ok_or_else(none)?,
+            memory: Memory::from_bits(self.remembering).ok_or_else(none)?,
         })
     }
 }
@@ -104,9 +99,7 @@ impl State {
     fn layers(&self) -> Vec<(String, About)> {
         let about = |layer: &LayerState| {
             let nesterov = matches!(layer.momentum, Momentum::Nesterov(_));
-            let remembering =
-                layer.memory.phases().map(|r| [r.threshold.to_bits(), r.least.to_bits(), r.searched]);
-            (!layer.u.is_empty(), layer.momentum.coefficient(), nesterov, remembering)
+            (!layer.u.is_empty(), layer.momentum.coefficient(), nesterov, layer.memory.bits())
         };
         self.0.layers.iter().map(|layer| (layer.name.clone(), about(layer))).collect()
     }

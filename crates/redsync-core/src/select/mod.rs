@@ -137,6 +137,26 @@ impl Memory {
         self.0
     }
 
+    /// The same as plain numbers, which come back as they are: for each phase the bits of both thresholds, and the count.
+    ///
+    /// ```
+    /// use redsync_core::Memory;
+    /// assert_eq!(Memory::from_bits(Memory::default().bits()), Some(Memory::default()));
+    /// assert_eq!(Memory::from_bits([[f32::NAN.to_bits(), 0, 0]; 3]), None);
+    /// ```
+    pub fn bits(&self) -> [[u32; 3]; 3] {
+        self.0.map(|r| [r.threshold.to_bits(), r.least.to_bits(), r.searched])
+    }
+
+    /// From such numbers; None if one is not what a residual can have.
+    pub fn from_bits(bits: [[u32; 3]; 3]) -> Option<Self> {
+        Self::from_phases(bits.map(|[threshold, least, searched]| Remembered {
+            threshold: f32::from_bits(threshold),
+            least: f32::from_bits(least),
+            searched,
+        }))
+    }
+
     /// From saved phases; None if a number is not one that a residual can have.
     pub fn from_phases(phases: [Remembered; 3]) -> Option<Self> {
         let sane = |r: &Remembered| [r.threshold, r.least].iter().all(|x| x.is_finite() && *x >= 0.0);

@@ -15,7 +15,7 @@ pub use replace::replace;
 
 use crc32fast::Hasher;
 use safetensors::tensor::{Dtype, TensorInfo};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
@@ -24,7 +24,7 @@ use thiserror::Error;
 
 /// The version of this layout; another gets another number.
 const VERSION: &str = "2";
-/// What every header begins with: its keys are sorted, and this is the first.
+/// What every header begins with.
 const OPENING: &[u8] = br#"{"__metadata__":{"checksum":""#;
 /// Stands for the checksum while it is computed.
 const BLANK: &[u8; 8] = b"00000000";
@@ -149,13 +149,18 @@ struct Body<'a> {
     tensors: BTreeMap<&'a str, &'a [f32]>,
 }
 
-/// The header as it is in the file; both maps are sorted, so that a content has only one form.
+/// The header as it is in the file. The checksum comes first and everything else is sorted, so that a content has only one form.
 #[derive(Serialize)]
 struct Header<'a> {
-    #[serde(rename = "__metadata__")]
-    about: BTreeMap<&'a str, &'a str>,
+    #[serde(rename = "__metadata__", serialize_with = "in_order")]
+    about: Vec<(&'a str, &'a str)>,
     #[serde(flatten)]
     tensors: BTreeMap<&'a str, TensorInfo>,
+}
+
+/// Pairs as a map that keeps their order.
+fn in_order<S: Serializer>(pairs: &[(&str, &str)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(pairs.iter().copied())
 }
 
 impl<'a> Body<'a> {
@@ -174,8 +179,10 @@ impl<'a> Body<'a> {
             return Err(format!("{name} is not for the caller"));
         }
         let blank = String::from_utf8_lossy(BLANK);
-        let own = [("checksum", &*blank), ("format", format), ("version", VERSION)];
-        let about = about.iter().map(|(name, text)| (&name[..], &text[..])).chain(own).collect();
+        let texts = about.iter().map(|(name, text)| (&name[..], &text[..]));
+        let mut about: Vec<_> = texts.chain([("format", format), ("version", VERSION)]).collect();
+        about.sort_unstable();
+        about.insert(0, ("checksum", &*blank));
         let mut end = 0;
         let infos = sorted.iter().map(|(name, values)| {
             let start = end;

@@ -9,7 +9,9 @@ use std::fs;
 const FORMAT: &str = "test-file";
 
 fn content() -> Content {
-    let about = About::from([("step".into(), "12".into()), ("quote \"\u{e9}\"".into(), "a\nb".into())]);
+    // Names before and after those that the file has of its own.
+    let about = [("", "first"), ("a", "1"), ("step", "12"), ("quote \"\u{e9}\"", "a\nb"), ("zz", "")];
+    let about = about.map(|(name, text)| (name.to_string(), text.to_string())).into();
     let tensors = [("v/b", vec![0.5, -0.25]), ("u/zz", vec![]), ("a", vec![1.0, -0.0, f32::NAN])];
     Content { about, tensors: tensors.map(|(name, values)| (name.to_string(), values)).into() }
 }

@@ -3,7 +3,7 @@
 
 use super::{Identity, LayerState, Saved};
 use crate::file::{About, Content};
-use redsync_core::{Memory, Momentum, Remembered};
+use redsync_core::{Memory, Momentum};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -45,7 +45,7 @@ impl LayerEntry {
             size: layer.size,
             has_u: !layer.u.is_empty(),
             momentum: (form, layer.momentum.coefficient().to_bits()),
-            memory: layer.memory.phases().map(|r| [r.threshold.to_bits(), r.least.to_bits(), r.searched]),
+            memory: layer.memory.bits(),
         }
     }
 
@@ -59,13 +59,8 @@ impl LayerEntry {
     }
 
     fn memory(&self) -> Result<Memory, String> {
-        let phases = self.memory.map(|[threshold, least, searched]| Remembered {
-            threshold: f32::from_bits(threshold),
-            least: f32::from_bits(least),
-            searched,
-        });
         let none = || format!("layer {:?}: the remembered threshold is none", self.name);
-        Memory::from_phases(phases).ok_or_else(none)
+        Memory::from_bits(self.memory).ok_or_else(none)
     }
 }
 
