@@ -69,6 +69,7 @@ class Attachment:
         self._named = trained(model)
         self._names, self._parameters = list(self._named), list(self._named.values())
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        self._dense_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
         self._scaler, self._log_every = scaler, log_every
         # The rest of the deadline is for finding out who is missing.
         settings["deadline"] = deadline - min(5.0, deadline / 4)
@@ -226,7 +227,7 @@ class Attachment:
         self._number += 1
         self._last = self._sync.stats()
         self._total_sent += sum(size for _, size, _ in self._last[3])
-        self._total_dense += sum(p.numel() * p.element_size() for p in self._parameters)
+        self._total_dense += self._dense_bytes
         if self._log_every and self.step % self._log_every == 0:
             log.info("%s", self.stats())
 
@@ -268,7 +269,7 @@ class Attachment:
             step=step if self._number else -1,
             layers=layers,
             bytes_sent=sum(layer.bytes for layer in layers),
-            dense_bytes=sum(p.numel() * p.element_size() for p in self._parameters),
+            dense_bytes=self._dense_bytes,
             total_bytes_sent=self._total_sent,
             total_dense_bytes=self._total_dense,
             compress_ms=sum(layer.ms for layer in layers if layer.choice != "dense"),
