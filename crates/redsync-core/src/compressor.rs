@@ -5,7 +5,7 @@ use crate::density::Density;
 use crate::error::{Bad, ConfigError, LayerError, Unfit};
 use crate::gradient::Gradient;
 use crate::phase::Phase;
-use crate::quantize::{Values, asq, round};
+use crate::quantize::{Values, asq, bin, round, two_bit};
 use crate::residual::{Momentum, Residual};
 use crate::select::{Memory, Selector};
 use crate::sparse::Sparse;
@@ -38,6 +38,17 @@ pub struct Config {
     /// to 65,536 elements; from a larger layer the refused gradient is subtracted again, with the rounding of f32, and zero
     /// stays where it was not finite.
     pub undo: bool,
+}
+
+/// What may change from step to step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sending {
+    /// The fraction that is sent.
+    pub density: Density,
+    /// How its values travel.
+    pub values: Values,
+    /// Clear the momentum of what was sent.
+    pub masking: bool,
 }
 
 impl Default for Config {
@@ -154,9 +165,10 @@ impl Compressor {
         Ok(())
     }
 
-    /// Changes the density, for a warm-up; u and v stay.
-    pub fn set_density(&mut self, density: Density) {
-        self.config.density = density;
+    /// Changes what is sent from the next step on, for a warm-up; u and v stay.
+    pub fn set_sending(&mut self, sending: Sending) {
+        let Sending { density, values, masking } = sending;
+        (self.config.density, self.config.values, self.config.masking) = (density, values, masking);
     }
 
     /// Changes the coefficient of the momentum between steps; its form, plain or Nesterov, stays. After an error nothing has
@@ -233,6 +245,9 @@ impl Compressor {
     pub fn select(&mut self, step: u64, workspace: &mut Workspace) {
         let Config { selector, values, masking, density, .. } = self.config;
         let (phase, k) = (self.phase(step), density.k(self.n as usize));
+        if self.config.indices == IndexCode::Every {
+            return self.take_everything(phase, workspace);
+        }
         if workspace.found_in.take() == Some(self.view(phase)) {
             selector.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
         } else {
@@ -278,6 +293,12 @@ impl Compressor {
                 let rest = |value: f32| value - round(value).to_f32();
                 self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
             }
+            Values::TwoBit => {
+                let (boundary, levels) = two_bit(keys.iter().map(|key| key.value()));
+                let level = |value: f32| levels[bin(value, boundary)];
+                message.values.extend(keys.iter().map(|key| level(key.value())));
+                self.residual.remove(each.map(|(index, value)| (index, value - level(value))), masking);
+            }
             Values::Asq | Values::AsqDropError => {
                 let mean = asq(keys);
                 message.mean = (!keys.is_empty()).then_some(mean);
@@ -286,6 +307,17 @@ impl Compressor {
                 self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
             }
         }
+    }
+
+    /// Everything, at two bits.
+    fn take_everything(&mut self, phase: Phase, workspace: &mut Workspace) {
+        let message = &mut workspace.message;
+        message.reset(self.n, phase);
+        message.indices.extend(0..self.n);
+        let (boundary, levels) = two_bit(self.residual.v().iter().copied());
+        message.values.extend(self.residual.v().iter().map(|x| levels[bin(*x, boundary)]));
+        let rest: Vec<f32> = self.residual.v().iter().zip(&message.values).map(|(x, q)| x - q).collect();
+        self.residual.remove((0..self.n).zip(rest), false);
     }
 
     /// Takes the last step back, as if its gradient had never come: for a step that failed elsewhere or is to be

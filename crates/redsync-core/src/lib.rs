@@ -50,7 +50,7 @@ mod sparse;
 pub mod wire;
 mod workspace;
 
-pub use compressor::{Compressor, Config};
+pub use compressor::{Compressor, Config, Sending};
 pub use density::Density;
 pub use error::{Bad, ConfigError, LayerError, Unfit};
 pub use field::Field;

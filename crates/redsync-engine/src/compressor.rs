@@ -5,7 +5,7 @@ use crate::layer::Layer;
 use crate::source::Source;
 use crate::state::LayerState;
 use redsync_core::{
-    Bad, Compressor, Config, ConfigError, Density, LayerError, Momentum, Sparse, Unfit, Workspace,
+    Bad, Compressor, Config, ConfigError, LayerError, Momentum, Sending, Sparse, Unfit, Workspace,
 };
 
 /// The compressor of one layer.
@@ -28,8 +28,8 @@ pub trait LayerCompressor: Send {
     /// Takes the last step back; there is one only with `undo`, and only once.
     fn take_back(&mut self) -> Result<(), Unfit>;
 
-    /// Changes the fraction that is sent.
-    fn set_density(&mut self, density: Density);
+    /// Changes what is sent from the next step on.
+    fn set_sending(&mut self, sending: Sending);
 
     /// Changes the coefficient of the momentum; its form stays.
     fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit>;
@@ -102,8 +102,8 @@ impl LayerCompressor for Compressor {
         self.roll_back()
     }
 
-    fn set_density(&mut self, density: Density) {
-        Compressor::set_density(self, density);
+    fn set_sending(&mut self, sending: Sending) {
+        Compressor::set_sending(self, sending);
     }
 
     fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {

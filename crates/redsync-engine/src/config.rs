@@ -77,6 +77,8 @@ impl Preset {
 pub enum Choice {
     /// Dense allreduce.
     Dense,
+    /// Every element, two bits each, the error kept: for layers that are too small to choose from.
+    DenseTwoBit,
     /// Compressed.
     Sparse {
         /// How elements are chosen.
@@ -87,10 +89,11 @@ pub enum Choice {
 }
 
 impl std::fmt::Display for Choice {
-    /// `dense`, or the selector, with `+asq` if it is quantized.
+    /// `dense`, `dense+2bit`, or the selector, with `+asq` if it is quantized.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Choice::Dense => f.write_str("dense"),
+            Choice::DenseTwoBit => f.write_str("dense+2bit"),
             Choice::Sparse { selector, quantized } => {
                 write!(f, "{}{}", selector.name(), if *quantized { "+asq" } else { "" })
             }
@@ -105,17 +108,51 @@ impl std::str::FromStr for Choice {
     /// use redsync_engine::Choice;
     /// let choice: Choice = "trimmed+asq".parse().unwrap();
     /// assert_eq!(choice.to_string(), "trimmed+asq");
-    /// assert!("topk".parse::<Choice>().unwrap_err().starts_with("choose dense, or one of exact"));
+    /// assert!("topk".parse::<Choice>().unwrap_err().starts_with("choose dense, dense+2bit, or one of exact"));
     /// ```
     fn from_str(text: &str) -> Result<Self, String> {
-        if text == "dense" {
-            return Ok(Choice::Dense);
+        if let Some(dense) = [Choice::Dense, Choice::DenseTwoBit].into_iter().find(|c| c.to_string() == text) {
+            return Ok(dense);
         }
         let (name, quantized) = text.strip_suffix("+asq").map_or((text, false), |name| (name, true));
         let names = || Selector::ALL.map(Selector::name).join(", ");
         let selector = Selector::from_name(name)
-            .ok_or_else(|| format!("choose dense, or one of {}, with or without +asq", names()))?;
+            .ok_or_else(|| format!("choose dense, dense+2bit, or one of {}, with or without +asq", names()))?;
         Ok(Choice::Sparse { selector, quantized })
+    }
+}
+
+/// How small layers, biases and normalization parameters travel beside compressed ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Rest {
+    /// Every element, two bits each, the error kept.
+    #[serde(rename = "2bit")]
+    TwoBit,
+    /// As they are, summed by an allreduce.
+    #[serde(rename = "f32")]
+    F32,
+}
+
+impl Rest {
+    /// Both.
+    pub const ALL: [Rest; 2] = [Rest::TwoBit, Rest::F32];
+
+    /// The name by which users choose it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Rest::TwoBit => "2bit",
+            Rest::F32 => "f32",
+        }
+    }
+
+    /// The one of a name.
+    ///
+    /// ```
+    /// use redsync_engine::Rest;
+    /// assert_eq!(Rest::from_name("2bit"), Some(Rest::TwoBit));
+    /// ```
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|rest| rest.name() == name)
     }
 }
 
@@ -127,7 +164,8 @@ pub enum WarmUp {
     None,
     /// Dense for this many steps, as the paper recommends.
     Dense(u64),
-    /// The densities 25, 6.25, 1.5625 and 0.4%, this many steps each, as far as they are above the final one.
+    /// By falling densities, in this many steps: 25% for a fifteenth of them, 6.25% for two, 1.5625% for four and 0.4% for eight, as
+    /// far as these are above the final one. Each of the four costs about as many bytes as the others.
     Ramp(u64),
 }
 
@@ -145,14 +183,22 @@ impl std::fmt::Display for WarmUp {
         match self {
             WarmUp::None => f.write_str("none"),
             WarmUp::Dense(steps) => write!(f, "{steps} dense steps"),
-            WarmUp::Ramp(steps) => write!(f, "a ramp of {steps} steps each"),
+            WarmUp::Ramp(steps) => write!(f, "a ramp of {steps} steps"),
         }
     }
 }
 
 impl WarmUp {
-    /// The densities of a ramp before the final one.
-    const RAMP: [f64; 4] = [0.25, 0.0625, 0.015625, 0.004];
+    /// The densities of a ramp before the final one, each with the fifteenths of the ramp after which it ends.
+    const RAMP: [(f64, u64); 4] = [(0.25, 1), (0.0625, 3), (0.015625, 7), (0.004, 15)];
+
+    /// The step with which it is over.
+    pub fn end(self) -> u64 {
+        match self {
+            WarmUp::Dense(steps) | WarmUp::Ramp(steps) => steps,
+            WarmUp::None => 0,
+        }
+    }
 
     /// The first step at which compressed layers are sent compressed.
     pub fn first_sparse_step(self) -> u64 {
@@ -167,20 +213,24 @@ impl WarmUp {
     /// ```
     /// use redsync_engine::{Stage, WarmUp};
     /// assert_eq!(WarmUp::Dense(5).stage(4, 0.001), Stage::Dense);
-    /// assert_eq!(WarmUp::Ramp(10).stage(15, 0.001), Stage::Sparse(0.0625));
-    /// assert_eq!(WarmUp::Ramp(10).stage(40, 0.001), Stage::Sparse(0.001));
+    /// assert_eq!(WarmUp::Ramp(150).stage(15, 0.001), Stage::Sparse(0.0625));
+    /// assert_eq!(WarmUp::Ramp(150).stage(150, 0.001), Stage::Sparse(0.001));
     /// ```
     pub fn stage(self, step: u64, density: f64) -> Stage {
         match self {
             WarmUp::Dense(steps) if step < steps => Stage::Dense,
             WarmUp::Ramp(steps) => {
-                let at = step.checked_div(steps).and_then(|i| Self::RAMP.get(usize::try_from(i).ok()?));
-                Stage::Sparse(at.map_or(density, |ramp| ramp.max(density)))
+                let before = |end: u64| u128::from(step) * 15 < u128::from(steps) * u128::from(end);
+                let at = Self::RAMP.into_iter().find(|(_, end)| before(*end));
+                Stage::Sparse(at.map_or(density, |(ramp, _)| ramp.max(density)))
             }
             _ => Stage::Sparse(density),
         }
     }
 }
+
+/// Weights of fewer bytes (about a thousand elements) are too small to choose from: their messages would be mostly headers.
+pub const SMALL: usize = 4 << 10;
 
 /// Everything a run can choose.
 #[derive(Clone, Debug, PartialEq)]
@@ -191,8 +241,11 @@ pub struct Config {
     pub preset: Preset,
     /// Choices for layers by name, instead of the preset's.
     pub layers: BTreeMap<String, Choice>,
-    /// Layers of fewer bytes are dense.
+    /// Weights of fewer bytes are dense.
     pub dense_below: usize,
+    /// How the rest travels: biases, normalization parameters and weights of less than [`SMALL`] bytes. With the preset `paper` and
+    /// the method `rgc-naive` it is as it is.
+    pub rest: Rest,
     /// What the machines and their network need. With these, and the preset `carried`, layers are compressed where that is predicted
     /// to be faster, and `dense_below` is what follows; rank 0's answer is taken by all ranks. Without, `dense_below` is the limit.
     pub figures: Option<Figures>,
@@ -235,7 +288,8 @@ impl Default for Config {
             method: Method::RgcAsq,
             preset: Preset::Carried,
             layers: BTreeMap::new(),
-            dense_below: 128 << 10,
+            dense_below: SMALL,
+            rest: Rest::TwoBit,
             figures: None,
             density: 0.001,
             warm_up: WarmUp::None,

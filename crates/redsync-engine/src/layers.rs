@@ -7,7 +7,7 @@ use crate::error::SyncError;
 use crate::layer::Layer;
 use crate::source::Source;
 use crate::state::LayerState;
-use redsync_core::{Density, LayerError, Momentum, Sparse, Unfit, Workspace};
+use redsync_core::{LayerError, Momentum, Sending, Sparse, Unfit, Workspace};
 
 /// The compressors of a rank; None for a layer that is always dense.
 pub(crate) struct Layers {
@@ -23,11 +23,13 @@ impl Layers {
         Layers { compressors, names, touched: Vec::new() }
     }
 
-    /// A step begins at which compressed layers send this fraction.
-    pub fn begin(&mut self, density: Option<Density>) {
+    /// A step begins at which each layer sends what is given, if anything.
+    pub fn begin(&mut self, sendings: impl IntoIterator<Item = Option<Sending>>) {
         self.touched.clear();
-        if let Some(density) = density {
-            self.compressors.iter_mut().flatten().for_each(|c| c.set_density(density));
+        for (compressor, sending) in self.compressors.iter_mut().zip(sendings) {
+            if let (Some(compressor), Some(sending)) = (compressor, sending) {
+                compressor.set_sending(sending);
+            }
         }
     }
 

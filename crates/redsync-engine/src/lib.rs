@@ -59,7 +59,7 @@ mod synchronizer;
 mod target;
 
 pub use compressor::{Device, Host, LayerCompressor};
-pub use config::{Choice, Config, Figures, Method, Preset, Stage, WarmUp};
+pub use config::{Choice, Config, Figures, Method, Preset, Rest, SMALL, Stage, WarmUp};
 pub use error::SyncError;
 pub use inbox::Submitter;
 pub use layer::{Kind, Layer};

@@ -1,14 +1,14 @@
 //! From layers and a configuration to what happens with each layer, and in which order the ranks exchange.
 //! What must hold: the plan follows from its inputs alone, so it is the same on every rank.
 
-use crate::config::{Choice, Config, Figures, Method, Preset, Stage};
+use crate::config::{Choice, Config, Figures, Method, Preset, Rest, SMALL, Stage};
 use crate::cost;
 use crate::cost::{expected_elements, message_bits, message_bytes};
 use crate::error::SyncError;
 use crate::hello;
 use crate::layer::{Kind, Layer};
 use redsync_comm::Communicator;
-use redsync_core::{Density, IndexCode, Selector, Values};
+use redsync_core::{Density, IndexCode, Selector, Sending, Values};
 use serde_json::json;
 use std::collections::BTreeSet;
 
@@ -75,8 +75,12 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
     if let Some(choice) = config.layers.get(&layer.name) {
         return *choice;
     }
-    if layer.kind == Kind::BiasOrNorm || 4 * layer.size < config.dense_below {
-        return Choice::Dense;
+    let bytes = 4 * layer.size;
+    let plain = matches!(config.preset, Preset::Paper { .. }) || config.method == Method::RgcNaive;
+    if layer.kind == Kind::BiasOrNorm || bytes < config.dense_below {
+        let small = layer.kind == Kind::BiasOrNorm || bytes < SMALL;
+        let exact = plain || config.rest == Rest::F32 || config.dense_below == usize::MAX;
+        return if small && !exact { Choice::DenseTwoBit } else { Choice::Dense };
     }
     let quantized = config.method == Method::RgcAsq && layer.kind != Kind::Output;
     let selector = match (config.method, config.preset) {
@@ -89,16 +93,67 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
     Choice::Sparse { selector, quantized }
 }
 
-/// How the messages of a layer are written, if it is compressed.
-pub(crate) fn code(choice: Choice, config: &Config) -> Option<(IndexCode, Values)> {
-    let Choice::Sparse { quantized, .. } = choice else { return None };
-    let values = match (quantized, config.bf16) {
-        (true, _) => Values::Asq,
-        (false, true) => Values::Bf16,
-        (false, false) => Values::F32,
-    };
-    let plain = matches!(config.preset, Preset::Paper { .. }) || config.method == Method::RgcNaive;
-    Some((if plain { IndexCode::Plain } else { IndexCode::Rice }, values))
+/// While more than this is sent, one mean is a poor stand-in for all values, and clearing the momentum of what was sent would throw
+/// most of it away.
+const ONE_MEAN_UP_TO: f64 = 0.01;
+
+/// What a layer sends at a stage.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Sent {
+    pub selector: Selector,
+    pub density: Density,
+    pub indices: IndexCode,
+    pub values: Values,
+    pub masking: bool,
+}
+
+impl Sent {
+    /// None if the layer is dense.
+    pub fn at(choice: Choice, config: &Config, stage: Stage) -> Option<Self> {
+        let Stage::Sparse(density) = stage else { return None };
+        let plain = matches!(config.preset, Preset::Paper { .. }) || config.method == Method::RgcNaive;
+        let coarse = !plain && density > config.density && density > ONE_MEAN_UP_TO;
+        // A density that is none is refused when a synchronizer is made.
+        let density = Density::new(density).unwrap_or_default();
+        match choice {
+            Choice::Dense => None,
+            Choice::DenseTwoBit => Some(Sent {
+                selector: Selector::Exact,
+                density: Density::new(1.0).unwrap_or_default(),
+                indices: IndexCode::Every,
+                values: Values::TwoBit,
+                masking: false,
+            }),
+            Choice::Sparse { selector, quantized } => Some(Sent {
+                selector,
+                density,
+                indices: if plain { IndexCode::Plain } else { IndexCode::Rice },
+                values: match (quantized, config.bf16) {
+                    _ if coarse => Values::TwoBit,
+                    (true, _) => Values::Asq,
+                    (false, true) => Values::Bf16,
+                    (false, false) => Values::F32,
+                },
+                masking: config.masking && !coarse,
+            }),
+        }
+    }
+
+    /// What of it may change from stage to stage.
+    pub fn sending(&self) -> Sending {
+        Sending { density: self.density, values: self.values, masking: self.masking }
+    }
+
+    /// Elements on average, the bits of one, and the bytes beside them.
+    pub fn size(&self, n: usize) -> (f64, f64, f64) {
+        let beside = match self.values {
+            Values::Asq | Values::AsqDropError => 4.0,
+            Values::TwoBit => 8.0,
+            Values::F32 | Values::Bf16 => 0.0,
+        };
+        let elements = expected_elements(n, self.density, self.selector);
+        (elements, message_bits(self.density, self.indices, self.values), beside)
+    }
 }
 
 /// What the compressor of a layer is made with, if it is compressed.
@@ -107,32 +162,27 @@ pub(crate) fn compressor(
     choice: Choice,
     config: &Config,
 ) -> Result<Option<redsync_core::Config>, SyncError> {
-    let (Choice::Sparse { selector, .. }, Some((indices, values))) = (choice, code(choice, config)) else {
-        return Ok(None);
-    };
     let refuse = |why| SyncError::Config { layer: layer.name.clone(), why };
+    Density::new(config.density).map_err(refuse)?;
+    let Some(sent) = Sent::at(choice, config, Stage::Sparse(config.density)) else { return Ok(None) };
+    let Sent { selector, density, indices, values, masking } = sent;
     Ok(Some(redsync_core::Config {
-        density: Density::new(config.density).map_err(refuse)?,
+        density,
         selector,
         values,
         indices,
         momentum: layer.momentum.unwrap_or(config.momentum),
-        masking: config.masking,
+        masking,
         undo: config.undo,
     }))
 }
 
 /// About how many bytes a layer sends at a stage, and whether it is compressed then.
 fn bytes(layer: &Layer, choice: Choice, config: &Config, stage: Stage) -> (bool, usize) {
-    let (Choice::Sparse { selector, .. }, Stage::Sparse(density)) = (choice, stage) else {
-        return (false, 4 * layer.size);
-    };
-    // A density that is none is refused before the first step.
-    let density = Density::new(density).unwrap_or_default();
-    let (indices, values) = code(choice, config).unwrap_or_default();
-    let elements = expected_elements(layer.size, density, selector);
-    let bits = message_bits(density, indices, values);
-    (true, message_bytes(elements, bits, values.is_quantized()) as usize)
+    match Sent::at(choice, config, stage) {
+        None => (false, 4 * layer.size),
+        Some(sent) => (true, message_bytes(sent.size(layer.size)) as usize),
+    }
 }
 
 /// The groups of a stage, in the order in which every rank exchanges them.

@@ -4,7 +4,7 @@
 use crate::compressor::{Device, Host};
 use crate::config::{Choice, Config, Stage};
 use crate::error::SyncError;
-use crate::exchange::{Gather, Wire};
+use crate::exchange::Gather;
 use crate::inbox::Submitter;
 use crate::layer::Layer;
 use crate::layers::Layers;
@@ -79,14 +79,8 @@ impl Synchronizer {
         }
         hello::compare(&*comm, &hello::agreement(&layers, &choices, &config), &config)?;
         let identity = hello::identity(&layers, &choices, &config);
-        let wire = |(layer, choice): (&Layer, &Choice)| Wire {
-            name: layer.name.clone(),
-            size: layer.size,
-            code: plan::code(*choice, &config),
-        };
         let shared = Arc::new(Shared {
             comm,
-            wires: layers.iter().zip(&choices).map(wire).collect(),
             compressed: Mutex::new(Layers::new(&layers, compressors)),
             exchange: Box::new(Gather),
             pools: Pools::default(),

@@ -2,7 +2,7 @@
 
 use super::{Optimizer, Schedule, TrainError};
 use redsync_data::{DataSet, Places};
-use redsync_engine::{Config, Figures, Method, Preset};
+use redsync_engine::{Config, Figures, Method, Preset, Rest};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ pub enum WarmUp {
     None,
     /// After so many dense epochs.
     Dense(f64),
-    /// By lower and lower densities, so many epochs each.
+    /// By lower and lower densities, in so many epochs.
     Ramp(f64),
 }
 
@@ -31,6 +31,11 @@ impl WarmUp {
     pub fn from_name(name: &str, epochs: f64) -> Option<Self> {
         let all = [WarmUp::None, WarmUp::Dense(epochs), WarmUp::Ramp(epochs)];
         all.into_iter().find(|warm_up| warm_up.name() == name)
+    }
+
+    /// What suits a training of so many epochs: a ramp over half of them, at most five.
+    pub fn usual(epochs: u32) -> Self {
+        WarmUp::Ramp((f64::from(epochs) / 2.0).min(5.0))
     }
 
     /// Its name.
@@ -71,6 +76,7 @@ pub struct Settings {
     pub preset: Preset,
     pub density: f64,
     pub dense_below: usize,
+    pub rest: Rest,
     pub auto: bool,
     /// With `auto`: what machines and network need, if that is known; otherwise it is measured.
     pub figures: Option<Figures>,
@@ -130,9 +136,10 @@ impl Settings {
             preset: Preset::Carried,
             density: 0.001,
             dense_below: Config::default().dense_below,
+            rest: Config::default().rest,
             auto: false,
             figures: None,
-            warm_up: WarmUp::Dense(1.0),
+            warm_up: WarmUp::usual(epochs),
             masking: true,
             bf16: false,
             epochs,
@@ -166,6 +173,7 @@ impl Settings {
             method: self.method,
             preset: self.preset,
             dense_below: self.dense_below,
+            rest: self.rest,
             density: self.density,
             warm_up: self.warm_up.in_steps(steps_per_epoch),
             momentum: self.optimizer.momentum(self.momentum),

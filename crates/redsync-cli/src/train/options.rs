@@ -6,7 +6,7 @@ use clap::{Args, CommandFactory, Parser};
 use redsync_burn::net::Architecture;
 use redsync_burn::train::{Optimizer, Schedule, Settings, WarmUp};
 use redsync_data::Places;
-use redsync_engine::{Method, Preset};
+use redsync_engine::{Method, Preset, Rest};
 use redsync_names::nearest;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
@@ -68,6 +68,9 @@ pub struct Options {
     /// Layers of fewer bytes are sent dense [default: 131072]
     #[arg(long, help_heading = "Compression", value_name = "BYTES")]
     pub dense_below: Option<usize>,
+    /// How biases, norms and weights of less than 4096 bytes travel: 2bit (two bits per element, the error kept) or f32 [default: 2bit]
+    #[arg(long, help_heading = "Compression")]
+    pub rest: Option<String>,
     /// Measure machine and network first, some seconds long, and compress the layers for which that is predicted to be faster
     #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
     pub auto: Option<bool>,
@@ -147,7 +150,7 @@ impl Options {
         let file = read(path)?;
         Ok(
             first!(self, file; model data data_dir download train_limit test_limit seed comm workers threads deadline method
-            density warm_up warm_up_epochs dense_below auto paper masking bf16 epochs batch_size bptt optimizer momentum lr schedule
+            density warm_up warm_up_epochs dense_below rest auto paper masking bf16 epochs batch_size bptt optimizer momentum lr schedule
             lr_warm_up_epochs weight_decay clip out log_every check_every checkpoint_dir checkpoint_every stop_after),
         )
     }
@@ -191,9 +194,12 @@ impl Options {
         }
         let methods = Method::ALL.map(Method::name);
         choose(&mut s.method, "method", &self.method, Method::from_name, &methods)?;
+        choose(&mut s.rest, "rest", &self.rest, Rest::from_name, &Rest::ALL.map(Rest::name))?;
         choose(&mut s.optimizer, "optimizer", &self.optimizer, Optimizer::from_name, &Optimizer::NAMES)?;
         choose(&mut s.schedule, "schedule", &self.schedule, Schedule::from_name, &Schedule::NAMES)?;
-        let epochs = self.warm_up_epochs.unwrap_or(s.warm_up.epochs());
+        s.warm_up = WarmUp::usual(s.epochs);
+        let dense = self.warm_up.as_deref() == Some("dense");
+        let epochs = self.warm_up_epochs.unwrap_or(if dense { 1.0 } else { s.warm_up.epochs() });
         let warm_up = self.warm_up.clone().or_else(|| Some(s.warm_up.name().into()));
         let named = |name: &str| WarmUp::from_name(name, epochs);
         choose(&mut s.warm_up, "warm-up", &warm_up, named, &WarmUp::NAMES)?;

@@ -25,6 +25,7 @@ pub fn expected_elements(m: usize, d: Density, selector: Selector) -> f64 {
 pub fn message_bits(d: Density, indices: IndexCode, values: Values) -> f64 {
     let index = match indices {
         IndexCode::Plain => 32.0,
+        IndexCode::Every => 0.0,
         // The best parameter r: r bits, and the quotient of a geometric gap in unary.
         IndexCode::Rice => (0..32).map(|r| rice_bits(d.fraction(), r)).fold(f64::INFINITY, f64::min),
     };
@@ -32,6 +33,7 @@ pub fn message_bits(d: Density, indices: IndexCode, values: Values) -> f64 {
         + match values {
             Values::F32 => 32.0,
             Values::Bf16 => 16.0,
+            Values::TwoBit => 2.0,
             Values::Asq | Values::AsqDropError => 0.0,
         }
 }
@@ -41,15 +43,14 @@ fn rice_bits(d: f64, r: i32) -> f64 {
     f64::from(r) + 1.0 + beyond / (1.0 - beyond)
 }
 
-/// Bytes of a message: its elements, the bits of one, and whether it carries a mean.
-pub fn message_bytes(elements: f64, bits: f64, mean: bool) -> f64 {
-    HEADERS.1 + (elements * bits / 8.0).ceil() + if mean { 4.0 } else { 0.0 }
+/// Bytes of a message: its elements, the bits of one, and the bytes of its mean or levels.
+pub fn message_bytes((elements, bits, beside): (f64, f64, f64)) -> f64 {
+    HEADERS.1 + (elements * bits / 8.0).ceil() + beside
 }
 
 /// Bytes of a frame of such messages.
-pub fn frame_bytes(messages: impl IntoIterator<Item = (f64, f64, bool)>) -> f64 {
-    let message = |(elements, bits, mean)| message_bytes(elements, bits, mean);
-    HEADERS.0 + messages.into_iter().map(message).sum::<f64>()
+pub fn frame_bytes(messages: impl IntoIterator<Item = (f64, f64, f64)>) -> f64 {
+    HEADERS.0 + messages.into_iter().map(message_bytes).sum::<f64>()
 }
 
 #[cfg(test)]
@@ -79,7 +80,7 @@ mod tests {
                     let real = frame.finish().len() as f64;
                     let elements = expected_elements(n, density, Selector::Exact);
                     let bits = message_bits(density, indices, values);
-                    let predicted = frame_bytes([(elements, bits, values.is_quantized())]);
+                    let predicted = frame_bytes([(elements, bits, if values.is_quantized() { 4.0 } else { 0.0 })]);
                     assert!(
                         (predicted / real - 1.0).abs() < 0.02,
                         "{fraction} {values:?}: {predicted} {real}"

@@ -7,12 +7,11 @@
 //! its work on them.
 
 use super::collective::{dense_allreduce, dense_bytes, sparse_allgather, sparse_bytes};
-use super::message::{expected_elements, frame_bytes, message_bits};
+use super::message::frame_bytes;
 use super::platform::Platform;
 use crate::config::{Choice, Config, Stage};
 use crate::layer::{Kind, Layer};
-use crate::plan::{self, Group};
-use redsync_core::{Density, Selector};
+use crate::plan::{self, Group, Sent};
 use serde::{Deserialize, Serialize};
 
 /// What the framework does in a step.
@@ -97,10 +96,6 @@ impl Step<'_> {
     /// The times of a step at a stage of the warm-up.
     pub fn times_at(&self, stage: Stage) -> Times {
         let groups = plan::groups(self.layers, self.choices, self.config, stage);
-        let density = match stage {
-            Stage::Sparse(density) => Density::new(density).unwrap_or_default(),
-            Stage::Dense => Density::default(),
-        };
         let mut times = Times { compute: self.compute.forward + self.compute.backward, ..Times::default() };
         let mut clock = Clock::default();
         let together = self.config.clip.is_some() && groups.iter().any(|group| group.sparse);
@@ -122,18 +117,18 @@ impl Step<'_> {
             (times.select, clock.work) = (times.select + select, clock.work + select);
             missing[group_of[i]] -= 1;
             while next < groups.len() && missing[next] == 0 {
-                self.exchange(&groups[next], density, &mut clock, &mut times);
+                self.exchange(&groups[next], stage, &mut clock, &mut times);
                 next += 1;
             }
         }
-        self.finish(&groups, density, clock, &mut times);
+        self.finish(&groups, stage, clock, &mut times);
         times
     }
 
     /// The end of a step: what waits, the clipping of dense sums, the update, and the limit that the cores set.
-    fn finish(&self, groups: &[Group], density: Density, clock: Clock, times: &mut Times) {
+    fn finish(&self, groups: &[Group], stage: Stage, clock: Clock, times: &mut Times) {
         let mut apply: f64 =
-            groups.iter().flat_map(|g| g.layers.iter().map(|i| self.apply(*i, g.sparse, density))).sum();
+            groups.iter().flat_map(|g| g.layers.iter().map(|i| self.apply(*i, g.sparse, stage))).sum();
         if groups.iter().all(|group| !group.sparse) {
             apply += self.clipping(self.platform.rates.clip_dense);
         }
@@ -193,24 +188,18 @@ impl Step<'_> {
         }
     }
 
-    /// Elements and bits of a layer's message, and whether it carries a mean.
-    fn message(&self, layer: usize, density: Density) -> (f64, f64, bool) {
-        let choice = self.choices[layer];
-        let selector = match choice {
-            Choice::Sparse { selector, .. } => selector,
-            Choice::Dense => Selector::Carried,
-        };
-        let (indices, values) = plan::code(choice, self.config).unwrap_or_default();
-        let elements = expected_elements(self.layers[layer].size, density, selector);
-        (elements, message_bits(density, indices, values), values.is_quantized())
+    /// Elements and bits of a layer's message, and the bytes beside them; of nothing if it is dense.
+    fn message(&self, layer: usize, stage: Stage) -> (f64, f64, f64) {
+        let sent = Sent::at(self.choices[layer], self.config, stage);
+        sent.map_or((0.0, 0.0, 0.0), |sent| sent.size(self.layers[layer].size))
     }
 
     /// Encodes, exchanges and decodes a group.
-    fn exchange(&self, group: &Group, density: Density, clock: &mut Clock, times: &mut Times) {
+    fn exchange(&self, group: &Group, stage: Stage, clock: &mut Clock, times: &mut Times) {
         let Platform { network, rates, .. } = self.platform;
         let p = self.ranks;
         let (cost, bytes, on_link, work, decode) = if group.sparse {
-            let messages: Vec<_> = group.layers.iter().map(|layer| self.message(*layer, density)).collect();
+            let messages: Vec<_> = group.layers.iter().map(|layer| self.message(*layer, stage)).collect();
             let encode: f64 = messages.iter().map(|message| rates.encode.at(message.0)).sum();
             (times.encode, clock.compress) = (times.encode + encode, clock.compress + encode);
             clock.work += encode;
@@ -237,22 +226,22 @@ impl Step<'_> {
         times.bytes_on_link += on_link;
     }
 
-    pub(super) fn apply(&self, layer: usize, sparse: bool, density: Density) -> f64 {
+    pub(super) fn apply(&self, layer: usize, sparse: bool, stage: Stage) -> f64 {
         let (rates, m) = (&self.platform.rates, self.layers[layer].size);
         match sparse {
-            true => rates.apply.time(m, self.ranks as f64 * self.message(layer, density).0),
+            true => rates.apply.time(m, self.ranks as f64 * self.message(layer, stage).0),
             false => rates.update.at(m as f64),
         }
     }
 
     /// A layer by itself, dense and compressed: what the plan tells of it.
     pub fn layer_alone(&self, layer: usize, sparse: bool) -> f64 {
-        let density = Density::new(self.config.density).unwrap_or_default();
+        let stage = Stage::Sparse(self.config.density);
         let group = Group { sparse, layers: vec![layer] };
         let (mut clock, mut times) = (Clock::default(), Times::default());
         clock.compress = self.select(layer, sparse);
-        self.exchange(&group, density, &mut clock, &mut times);
-        clock.decode.max(clock.arrived) + self.apply(layer, sparse, density)
+        self.exchange(&group, stage, &mut clock, &mut times);
+        clock.decode.max(clock.arrived) + self.apply(layer, sparse, stage)
     }
 }
 

@@ -3,6 +3,7 @@
 use super::{About, Exchange, Flight, Landed, names, share_time};
 use crate::error::SyncError;
 use crate::pipeline::ms;
+use crate::plan::Sent;
 use redsync_comm::{Communicator, Gathered, Pending, Tag};
 use redsync_core::Sparse;
 use redsync_core::wire::Frame;
@@ -26,8 +27,8 @@ impl Flight for Flying {
     fn land(self: Box<Self>, about: About<'_>, updates: Vec<Vec<Sparse>>) -> Result<Landed, SyncError> {
         let Flying { pending, started } = *self;
         let gathered = pending
-            .wait(about.deadline)
-            .map_err(|source| SyncError::exchange(names(about.wires, about.group), source))?;
+            .wait(about.config.deadline)
+            .map_err(|source| SyncError::exchange(names(about.layers, about.group), source))?;
         share_time(about.stats, ms(started));
         let void = gathered.iter().any(<[u8]>::is_empty);
         let updates = if void { None } else { Some(decode(about, &gathered, updates)?) };
@@ -41,19 +42,21 @@ fn decode(
     gathered: &Gathered,
     mut updates: Vec<Vec<Sparse>>,
 ) -> Result<Vec<Vec<Sparse>>, SyncError> {
-    let About { wires, group, step, stats, .. } = about;
+    let About { layers, choices, config, group, step, stats, .. } = about;
+    let stage = config.warm_up.stage(step, config.density);
     updates.iter_mut().for_each(|ranks| ranks.resize_with(gathered.ranks(), Sparse::new));
     for (rank, bytes) in gathered.iter().enumerate() {
-        let bad_frame = |why| SyncError::Frame { rank, layers: names(wires, group), why };
+        let bad_frame = |why| SyncError::Frame { rank, layers: names(layers, group), why };
         let frame = Frame::parse(bytes).map_err(bad_frame)?;
         frame.expect(step, rank as u32, group.layers.len() as u16).map_err(bad_frame)?;
         for (at, message) in frame.messages().enumerate() {
             let (begin, message) = (Instant::now(), message.map_err(bad_frame)?);
-            let (layer, wire) = (group.layers[at], &wires[group.layers[at]]);
-            let values = wire.code.map(|(_, values)| values).unwrap_or_default();
+            let (number, layer) = (group.layers[at], &layers[group.layers[at]]);
+            let sent = Sent::at(choices[number], config, stage);
+            let phase = sent.map(|sent| sent.values).unwrap_or_default().phase(step);
             let into = &mut updates[at][rank];
-            let decoded = message.decode(layer as u32, wire.size as u32, values.phase(step), into);
-            decoded.map_err(|why| SyncError::Message { rank, layer: wire.name.clone(), why })?;
+            let decoded = message.decode(number as u32, layer.size as u32, phase, into);
+            decoded.map_err(|why| SyncError::Message { rank, layer: layer.name.clone(), why })?;
             stats[at].decode_ms += ms(begin);
             if rank != about.rank {
                 stats[at].bytes_received += message.byte_len() as u64;

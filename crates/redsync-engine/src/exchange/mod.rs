@@ -3,24 +3,15 @@
 
 mod gather;
 
+use crate::config::{Choice, Config};
 use crate::error::SyncError;
+use crate::layer::Layer;
 use crate::plan::Group;
 use crate::stats::LayerStats;
 use redsync_comm::{Communicator, Tag};
-use redsync_core::wire::IndexCode;
-use redsync_core::{Sparse, Values};
-use std::time::Duration;
+use redsync_core::Sparse;
 
 pub(crate) use gather::Gather;
-
-/// What ranks know of a layer before they exchange it.
-#[derive(Clone, Debug)]
-pub(crate) struct Wire {
-    pub name: String,
-    pub size: usize,
-    /// How the messages of a compressed layer are written.
-    pub code: Option<(IndexCode, Values)>,
-}
 
 /// A way to exchange.
 pub(crate) trait Exchange: Send + Sync {
@@ -37,11 +28,12 @@ pub(crate) trait Flight: Send {
 
 /// What an exchange needs to know to read what came.
 pub(crate) struct About<'a> {
-    pub wires: &'a [Wire],
+    pub layers: &'a [Layer],
+    pub choices: &'a [Choice],
+    pub config: &'a Config,
     pub group: &'a Group,
     pub step: u64,
     pub rank: usize,
-    pub deadline: Duration,
     /// One entry for each layer of the group; bytes and times are added.
     pub stats: &'a mut [LayerStats],
 }
@@ -57,8 +49,8 @@ pub(crate) struct Landed {
 }
 
 /// What a group is called in errors.
-pub(crate) fn names(wires: &[Wire], group: &Group) -> String {
-    let first = group.layers.first().map_or("", |layer| &wires[*layer].name);
+pub(crate) fn names(layers: &[Layer], group: &Group) -> String {
+    let first = group.layers.first().map_or("", |layer| &layers[*layer].name);
     match group.layers.len() {
         0 | 1 => format!("layer {first}"),
         more => format!("layers {first} and {} more", more - 1),

@@ -10,7 +10,7 @@ mod send;
 
 use crate::config::{Choice, Config};
 use crate::error::SyncError;
-use crate::exchange::{Exchange, Flight, Wire};
+use crate::exchange::{Exchange, Flight};
 use crate::layer::Layer;
 use crate::layers::Layers;
 use crate::plan::Group;
@@ -31,7 +31,6 @@ pub(crate) struct Shared {
     pub layers: Vec<Layer>,
     pub choices: Vec<Choice>,
     pub config: Config,
-    pub wires: Vec<Wire>,
     pub compressed: Mutex<Layers>,
     pub exchange: Box<dyn Exchange>,
     pub pools: Pools,

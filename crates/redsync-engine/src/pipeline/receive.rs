@@ -28,14 +28,15 @@ fn complete(shared: &Shared, in_flight: InFlight, workspace: &mut Workspace) -> 
     let deadline = shared.config.deadline;
     let result = match journey {
         Journey::Dense(pending) => {
-            let failed = |source| SyncError::exchange(names(&shared.wires, &group), source);
+            let failed = |source| SyncError::exchange(names(&shared.layers, &group), source);
             let sum = pending.wait(deadline).map_err(failed)?;
             share_time(&mut stats, ms(started));
             Received::Dense(sum)
         }
         Journey::Sparse(flight) => {
-            let (wires, rank) = (&shared.wires[..], shared.comm.rank());
-            let about = About { wires, group: &group, step, rank, deadline, stats: &mut stats };
+            let Shared { layers, choices, config, .. } = shared;
+            let rank = shared.comm.rank();
+            let about = About { layers, choices, config, group: &group, step, rank, stats: &mut stats };
             let landed = flight.land(about, buffers(shared, &group.layers))?;
             take_in(shared, landed)?
         }

@@ -2,16 +2,16 @@
 
 use super::dense::{copy_scaled, refusal, sum_of_squares};
 use super::{InFlight, Journey, Outcome, Pools, Shared, Submitted, lock, ms};
-use crate::config::Stage;
+use crate::config::{Choice, Stage};
 use crate::error::SyncError;
 use crate::layer::Layer;
-use crate::plan::{self, Group};
+use crate::plan::{self, Group, Sent};
 use crate::source::Source;
 use crate::stats::LayerStats;
 use crate::target::Target;
 use redsync_comm::Tag;
 use redsync_core::wire::FrameWriter;
-use redsync_core::{Bad, Density, Gradient, LayerError, Sparse, Workspace};
+use redsync_core::{Bad, Gradient, LayerError, Sparse, Workspace};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Instant;
@@ -142,11 +142,9 @@ impl Send {
             let buffer = if group.sparse { Vec::new() } else { dense_buffer(&self.shared.pools, length) };
             self.buffers.push(buffer);
         }
-        let density = match stage {
-            Stage::Sparse(density) => Density::new(density).ok(),
-            Stage::Dense => None,
-        };
-        lock(&self.shared.compressed).begin(density);
+        let sent = |choice: &Choice| Sent::at(*choice, config, stage);
+        let sendings = choices.iter().map(|choice| sent(choice).map(|sent| sent.sending()));
+        lock(&self.shared.compressed).begin(sendings);
     }
 
     /// The factor that brings the norm of all gradients, which already carry 1/N, down to the limit times N^(-1/2).
@@ -214,10 +212,10 @@ impl Send {
 
     /// The message of a layer; empty where there is no gradient, and then u and v stay as they are.
     fn compress(&mut self, layer: usize, source: Option<&dyn Source>, scale: f32) -> Result<(), SyncError> {
-        let Shared { wires, compressed, .. } = &*self.shared;
+        let Shared { layers, choices, config, compressed, .. } = &*self.shared;
         let message = &mut self.messages[layer];
-        let values = wires[layer].code.map(|(_, values)| values).unwrap_or_default();
-        message.reset(wires[layer].size as u32, values.phase(self.step));
+        let values = Sent::at(choices[layer], config, self.stage).map(|sent| sent.values).unwrap_or_default();
+        message.reset(layers[layer].size as u32, values.phase(self.step));
         if let Some(source) = source.filter(|_| !self.void) {
             let mut compressed = lock(compressed);
             let done = compressed.compress(layer, self.step, source, scale, message, &mut self.workspace);
@@ -295,8 +293,9 @@ impl Send {
         self.writer.begin(self.step, self.shared.comm.rank() as u32);
         for layer in &group.layers {
             let (begin, before) = (Instant::now(), self.writer.len());
-            if let Some((indices, values)) = self.shared.wires[*layer].code {
-                self.writer.push(*layer as u32, &self.messages[*layer], indices, values);
+            let Shared { choices, config, .. } = &*self.shared;
+            if let Some(sent) = Sent::at(choices[*layer], config, self.stage) {
+                self.writer.push(*layer as u32, &self.messages[*layer], sent.indices, sent.values);
             }
             self.stats[*layer].encode_ms = ms(begin);
             self.stats[*layer].bytes_sent = (self.writer.len() - before) as u64;
