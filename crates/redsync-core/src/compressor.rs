@@ -5,11 +5,11 @@ use crate::density::Density;
 use crate::error::{Bad, ConfigError, LayerError, Unfit};
 use crate::gradient::Gradient;
 use crate::phase::Phase;
-use crate::quantize::{Values, asq, round};
+use crate::quantize::{Values, asq, round, two_bit};
 use crate::residual::{Momentum, Residual};
 use crate::select::{Memory, Selector};
 use crate::sparse::Sparse;
-use crate::wire::{FrameWriter, IndexCode};
+use crate::wire::{FrameWriter, IndexCode, Shape};
 use crate::workspace::{View, Workspace};
 
 /// What can be chosen for a layer.
@@ -74,12 +74,12 @@ impl Config {
 /// use redsync_core::{Compressor, Config, FrameWriter, Gradient, Sparse, Workspace, wire::Frame};
 /// let mut layer = Compressor::new(3, "conv1.weight", 4, Config::default())?;
 /// let (mut workspace, mut frame) = (Workspace::new(1), FrameWriter::new());
-/// frame.begin(0, 0);
+/// frame.begin(0, 0, 0);
 /// layer.compress(0, Gradient::F32(&[0.5, -2.0, 0.0, 1.0]), 1.0, &mut workspace, &mut frame)?;
 ///
 /// let mut received = Sparse::new();
 /// for message in Frame::parse(frame.finish())?.messages() {
-///     message?.decode(3, 4, layer.phase(0), &mut received)?;
+///     message?.decode(&layer.shape(0), &mut received)?;
 /// }
 /// assert_eq!(received.iter().collect::<Vec<_>>(), [(1, -2.0)]); // 0.1% of four is one
 /// assert_eq!(layer.residual().v(), [0.5, 0.0, 0.0, 1.0]); // the rest is kept
@@ -99,7 +99,7 @@ pub struct Compressor {
 }
 
 impl Compressor {
-    /// A compressor with an empty residual. `layer` travels in the messages, `name` appears in errors.
+    /// A compressor with an empty residual. `layer` is its number, `name` appears in errors.
     pub fn new(layer: u32, name: impl Into<String>, n: usize, config: Config) -> Result<Self, ConfigError> {
         let memory = Memory::default();
         let residual = |n: u32| Residual::new(n as usize, config.momentum, config.undo);
@@ -115,7 +115,7 @@ impl Compressor {
         })
     }
 
-    /// The layer's number in messages.
+    /// The layer's number.
     pub fn layer(&self) -> u32 {
         self.layer
     }
@@ -174,6 +174,12 @@ impl Compressor {
     /// The signs that compete at a step.
     pub fn phase(&self, step: u64) -> Phase {
         self.config.values.phase(step)
+    }
+
+    /// What a reader has to know of the layer's message of a step.
+    pub fn shape(&self, step: u64) -> Shape {
+        let Config { indices, values, .. } = self.config;
+        Shape { n: self.n, phase: self.phase(step), indices, values }
     }
 
     /// Accumulates `scale` times the gradient (`scale` is 1/N), chooses what to send, adds it to the frame as a message
@@ -259,7 +265,7 @@ impl Compressor {
 
     /// The last part of [`Compressor::compress`]: adds a sparse vector of this layer to a frame.
     pub fn encode(&self, message: &Sparse, frame: &mut FrameWriter) {
-        frame.push(self.layer, message, self.config.indices, self.config.values);
+        frame.push(message, self.config.indices, self.config.values);
     }
 
     /// Turns the chosen keys into the message and leaves in the residual what is not sent.
@@ -276,6 +282,13 @@ impl Compressor {
             Values::Bf16 => {
                 message.values.extend(keys.iter().map(|key| round(key.value()).to_f32()));
                 let rest = |value: f32| value - round(value).to_f32();
+                self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
+            }
+            Values::TwoBit => {
+                let levels = two_bit(keys.iter().map(|key| key.value()));
+                message.values.extend(keys.iter().map(|key| levels.of(key.value())));
+                message.levels = Some(levels.levels);
+                let rest = |value: f32| value - levels.of(value);
                 self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
             }
             Values::Asq | Values::AsqDropError => {
