@@ -119,7 +119,7 @@ mod tests {
             let levels = two_bit(values.iter().copied());
             values.iter().map(|value| levels.of(*value)).collect::<Vec<_>>()
         };
-        for values in [&[][..], &[3.0], &[-0.5], &[1.0, 2.0], &[1.0, -1.0], &[-4.0, -1.0, 8.0], &[0.0, 0.0]] {
+        for values in [&[][..], &[3.0], &[-0.5], &[1.0, 2.0], &[1.0, -1.0], &[-5.0, -1.0, 8.0], &[0.0, 0.0]] {
             assert_eq!(sent(values), values);
         }
         assert_eq!(sent(&[f32::MAX, -f32::MAX]), [bf16::MAX.to_f32(), bf16::MIN.to_f32()]);

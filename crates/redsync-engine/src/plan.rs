@@ -132,7 +132,7 @@ fn bytes(layer: &Layer, choice: Choice, config: &Config, stage: Stage) -> (bool,
     let (indices, values) = code(choice, config).unwrap_or_default();
     let elements = expected_elements(layer.size, density, selector);
     let bits = message_bits(density, indices, values);
-    (true, message_bytes(elements, bits, values.is_quantized()) as usize)
+    (true, message_bytes(elements, bits, values) as usize)
 }
 
 /// The groups of a stage, in the order in which every rank exchanges them.

@@ -77,7 +77,8 @@ impl Synchronizer {
                 .map(|core| device.compressor(number as u32, layer, core).map_err(refuse));
             compressors.push(made.transpose()?);
         }
-        hello::compare(&*comm, &hello::agreement(&layers, &choices, &config), &config)?;
+        let agreement = hello::agreement(&layers, &choices, &config);
+        hello::compare(&*comm, &agreement, &config)?;
         let identity = hello::identity(&layers, &choices, &config);
         let wire = |(layer, choice): (&Layer, &Choice)| Wire {
             name: layer.name.clone(),
@@ -86,6 +87,7 @@ impl Synchronizer {
         };
         let shared = Arc::new(Shared {
             comm,
+            plan: hello::fingerprint(&agreement),
             wires: layers.iter().zip(&choices).map(wire).collect(),
             compressed: Mutex::new(Layers::new(&layers, compressors)),
             exchange: Box::new(Gather),

@@ -1,8 +1,8 @@
 //! Received bytes in, sparse vectors out, or an exact error.
 
 use super::{
-    BadMessage, FRAME_HEADER, FrameError, IndexCode, MAGIC, MessageError, Shape, VERSION, message_header, rice,
-    two_bit, varint,
+    BadMessage, FRAME_HEADER, FrameError, IndexCode, MAGIC, MessageError, Shape, VERSION, message_header,
+    rice, two_bit, varint,
 };
 use crate::phase::Phase;
 use crate::quantize::Values;

@@ -14,7 +14,10 @@ pub(super) fn write(levels: Option<[f32; 4]>, values: &[f32], out: &mut Vec<u8>)
     let Some(levels) = levels.filter(|_| !values.is_empty()) else { return };
     out.extend(levels.iter().flat_map(|level| bf16::from_f32(*level).to_le_bytes()));
     let bits = levels.map(f32::to_bits);
-    debug_assert!(values.iter().all(|value| bits.contains(&value.to_bits())), "a value is none of the levels");
+    debug_assert!(
+        values.iter().all(|value| bits.contains(&value.to_bits())),
+        "a value is none of the levels"
+    );
     let code = |value: f32| {
         let sign = value.to_bits() >> 31;
         let small = if sign == 0 { bits[0] } else { bits[2] };

@@ -85,7 +85,9 @@ impl FrameWriter {
         match values {
             Values::F32 => out.extend(sparse.values.iter().flat_map(|v| v.to_le_bytes())),
             Values::Bf16 => out.extend(sparse.values.iter().flat_map(|v| round(*v).to_le_bytes())),
-            Values::Asq | Values::AsqDropError => out.extend(sparse.mean.iter().flat_map(|v| v.to_le_bytes())),
+            Values::Asq | Values::AsqDropError => {
+                out.extend(sparse.mean.iter().flat_map(|v| v.to_le_bytes()))
+            }
             Values::TwoBit => two_bit::write(sparse.levels, &sparse.values, out),
         }
         match indices {

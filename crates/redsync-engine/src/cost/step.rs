@@ -12,7 +12,7 @@ use super::platform::Platform;
 use crate::config::{Choice, Config, Stage};
 use crate::layer::{Kind, Layer};
 use crate::plan::{self, Group};
-use redsync_core::{Density, Selector};
+use redsync_core::{Density, Selector, Values};
 use serde::{Deserialize, Serialize};
 
 /// What the framework does in a step.
@@ -193,8 +193,8 @@ impl Step<'_> {
         }
     }
 
-    /// Elements and bits of a layer's message, and whether it carries a mean.
-    fn message(&self, layer: usize, density: Density) -> (f64, f64, bool) {
+    /// Elements and bits of a layer's message, and how its values travel.
+    fn message(&self, layer: usize, density: Density) -> (f64, f64, Values) {
         let choice = self.choices[layer];
         let selector = match choice {
             Choice::Sparse { selector, .. } => selector,
@@ -202,7 +202,7 @@ impl Step<'_> {
         };
         let (indices, values) = plan::code(choice, self.config).unwrap_or_default();
         let elements = expected_elements(self.layers[layer].size, density, selector);
-        (elements, message_bits(density, indices, values), values.is_quantized())
+        (elements, message_bits(density, indices, values), values)
     }
 
     /// Encodes, exchanges and decodes a group.

@@ -5,7 +5,7 @@ use crate::error::SyncError;
 use crate::pipeline::ms;
 use redsync_comm::{Communicator, Gathered, Pending, Tag};
 use redsync_core::Sparse;
-use redsync_core::wire::Frame;
+use redsync_core::wire::{Frame, Shape};
 use std::time::Instant;
 
 /// The exchange by allgather.
@@ -41,19 +41,22 @@ fn decode(
     gathered: &Gathered,
     mut updates: Vec<Vec<Sparse>>,
 ) -> Result<Vec<Vec<Sparse>>, SyncError> {
-    let About { wires, group, step, stats, .. } = about;
+    let About { wires, plan, group, step, stats, .. } = about;
     updates.iter_mut().for_each(|ranks| ranks.resize_with(gathered.ranks(), Sparse::new));
     for (rank, bytes) in gathered.iter().enumerate() {
         let bad_frame = |why| SyncError::Frame { rank, layers: names(wires, group), why };
         let frame = Frame::parse(bytes).map_err(bad_frame)?;
-        frame.expect(step, rank as u32, group.layers.len() as u16).map_err(bad_frame)?;
+        frame.expect(step, rank as u32, group.layers.len() as u16, plan).map_err(bad_frame)?;
         for (at, message) in frame.messages().enumerate() {
             let (begin, message) = (Instant::now(), message.map_err(bad_frame)?);
-            let (layer, wire) = (group.layers[at], &wires[group.layers[at]]);
-            let values = wire.code.map(|(_, values)| values).unwrap_or_default();
-            let into = &mut updates[at][rank];
-            let decoded = message.decode(layer as u32, wire.size as u32, values.phase(step), into);
-            decoded.map_err(|why| SyncError::Message { rank, layer: wire.name.clone(), why })?;
+            let wire = &wires[group.layers[at]];
+            let (indices, values) = wire.code.unwrap_or_default();
+            let shape = Shape { n: wire.size as u32, phase: values.phase(step), indices, values };
+            message.decode(&shape, &mut updates[at][rank]).map_err(|why| SyncError::Message {
+                rank,
+                layer: wire.name.clone(),
+                why,
+            })?;
             stats[at].decode_ms += ms(begin);
             if rank != about.rank {
                 stats[at].bytes_received += message.byte_len() as u64;

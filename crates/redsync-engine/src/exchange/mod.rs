@@ -38,6 +38,8 @@ pub(crate) trait Flight: Send {
 /// What an exchange needs to know to read what came.
 pub(crate) struct About<'a> {
     pub wires: &'a [Wire],
+    /// Fingerprint of what the ranks agreed on.
+    pub plan: u64,
     pub group: &'a Group,
     pub step: u64,
     pub rank: usize,

@@ -32,6 +32,8 @@ pub(crate) struct Shared {
     pub choices: Vec<Choice>,
     pub config: Config,
     pub wires: Vec<Wire>,
+    /// Fingerprint of what the ranks agreed on.
+    pub plan: u64,
     pub compressed: Mutex<Layers>,
     pub exchange: Box<dyn Exchange>,
     pub pools: Pools,

@@ -34,8 +34,8 @@ fn complete(shared: &Shared, in_flight: InFlight, workspace: &mut Workspace) -> 
             Received::Dense(sum)
         }
         Journey::Sparse(flight) => {
-            let (wires, rank) = (&shared.wires[..], shared.comm.rank());
-            let about = About { wires, group: &group, step, rank, deadline, stats: &mut stats };
+            let (wires, plan, rank) = (&shared.wires[..], shared.plan, shared.comm.rank());
+            let about = About { wires, plan, group: &group, step, rank, deadline, stats: &mut stats };
             let landed = flight.land(about, buffers(shared, &group.layers))?;
             take_in(shared, landed)?
         }

@@ -292,11 +292,11 @@ impl Send {
         if let Some(buffer) = lock(&self.shared.pools.frames).pop() {
             self.writer.reuse(buffer);
         }
-        self.writer.begin(self.step, self.shared.comm.rank() as u32);
+        self.writer.begin(self.step, self.shared.comm.rank() as u32, self.shared.plan);
         for layer in &group.layers {
             let (begin, before) = (Instant::now(), self.writer.len());
             if let Some((indices, values)) = self.shared.wires[*layer].code {
-                self.writer.push(*layer as u32, &self.messages[*layer], indices, values);
+                self.writer.push(&self.messages[*layer], indices, values);
             }
             self.stats[*layer].encode_ms = ms(begin);
             self.stats[*layer].bytes_sent = (self.writer.len() - before) as u64;
