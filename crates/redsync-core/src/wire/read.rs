@@ -161,9 +161,14 @@ impl<'a> Message<'a> {
         self.count
     }
 
-    /// Bytes of the message, with count and length.
+    /// Bytes of the message beside values and indices.
+    pub fn header_len(&self) -> usize {
+        message_header(self.count, self.payload.len() as u64)
+    }
+
+    /// Bytes of the whole message.
     pub fn byte_len(&self) -> usize {
-        message_header(self.count, self.payload.len() as u64) + self.payload.len()
+        self.header_len() + self.payload.len()
     }
 
     /// Decodes the message, which was written in this shape, into `sparse`. After an error `sparse` holds no elements.
