@@ -4,12 +4,13 @@
 use crate::density::Density;
 use crate::error::{Bad, ConfigError, LayerError, Unfit};
 use crate::gradient::Gradient;
+use crate::kernel::Key;
 use crate::phase::Phase;
-use crate::quantize::{Values, asq, bin, round, two_bit};
+use crate::quantize::{Values, asq, round, two_bit};
 use crate::residual::{Momentum, Residual};
 use crate::select::{Memory, Selector};
 use crate::sparse::Sparse;
-use crate::wire::{FrameWriter, IndexCode};
+use crate::wire::{FrameWriter, IndexCode, Shape};
 use crate::workspace::{View, Workspace};
 
 /// What can be chosen for a layer.
@@ -27,7 +28,7 @@ pub struct Config {
     pub selector: Selector,
     /// How its values travel.
     pub values: Values,
-    /// How its indices travel.
+    /// How its indices travel. With [`IndexCode::Every`] the whole layer is sent, whatever the density and the selector.
     pub indices: IndexCode,
     /// Momentum correction. The optimizer behind must then not apply momentum again.
     pub momentum: Momentum,
@@ -75,6 +76,9 @@ impl Config {
         if self.selector == Selector::Sampled && self.values.is_quantized() {
             return Err(ConfigError::SampledQuantized);
         }
+        if self.indices == IndexCode::Every && self.values.is_quantized() {
+            return Err(ConfigError::EveryQuantized);
+        }
         u32::try_from(n).map_err(|_| ConfigError::TooLong(n))
     }
 }
@@ -85,12 +89,12 @@ impl Config {
 /// use redsync_core::{Compressor, Config, FrameWriter, Gradient, Sparse, Workspace, wire::Frame};
 /// let mut layer = Compressor::new(3, "conv1.weight", 4, Config::default())?;
 /// let (mut workspace, mut frame) = (Workspace::new(1), FrameWriter::new());
-/// frame.begin(0, 0);
+/// frame.begin(0, 0, 0);
 /// layer.compress(0, Gradient::F32(&[0.5, -2.0, 0.0, 1.0]), 1.0, &mut workspace, &mut frame)?;
 ///
 /// let mut received = Sparse::new();
 /// for message in Frame::parse(frame.finish())?.messages() {
-///     message?.decode(3, 4, layer.phase(0), &mut received)?;
+///     message?.decode(&layer.shape(0), &mut received)?;
 /// }
 /// assert_eq!(received.iter().collect::<Vec<_>>(), [(1, -2.0)]); // 0.1% of four is one
 /// assert_eq!(layer.residual().v(), [0.5, 0.0, 0.0, 1.0]); // the rest is kept
@@ -110,7 +114,7 @@ pub struct Compressor {
 }
 
 impl Compressor {
-    /// A compressor with an empty residual. `layer` travels in the messages, `name` appears in errors.
+    /// A compressor with an empty residual. `layer` is its number, `name` appears in errors.
     pub fn new(layer: u32, name: impl Into<String>, n: usize, config: Config) -> Result<Self, ConfigError> {
         let memory = Memory::default();
         let residual = |n: u32| Residual::new(n as usize, config.momentum, config.undo);
@@ -126,7 +130,7 @@ impl Compressor {
         })
     }
 
-    /// The layer's number in messages.
+    /// The layer's number.
     pub fn layer(&self) -> u32 {
         self.layer
     }
@@ -188,6 +192,12 @@ impl Compressor {
         self.config.values.phase(step)
     }
 
+    /// What a reader has to know of the layer's message of a step.
+    pub fn shape(&self, step: u64) -> Shape {
+        let Config { indices, values, .. } = self.config;
+        Shape { n: self.n, phase: self.phase(step), indices, values }
+    }
+
     /// Accumulates `scale` times the gradient (`scale` is 1/N), chooses what to send, adds it to the frame as a message
     /// and takes it out of the residual. Returns how many elements were sent.
     pub fn compress(
@@ -231,7 +241,10 @@ impl Compressor {
             return Err(refuse(Bad::Scale(scale)));
         }
         let (phase, k) = (self.phase(step), self.config.density.k(self.n as usize));
-        let wanted = self.config.selector.wants(&self.memory, phase, k);
+        // Where everything is sent, nothing need be found.
+        let everything = self.config.indices == IndexCode::Every;
+        let selector = if everything { Selector::Exact } else { self.config.selector };
+        let wanted = selector.wants(&self.memory, phase, k);
         workspace.found_in = None;
         self.residual.accumulate(gradient, scale, phase, wanted, workspace).map_err(refuse)?;
         (self.memory_before, self.changes) = (self.memory, self.changes + 1);
@@ -246,9 +259,10 @@ impl Compressor {
         let Config { selector, values, masking, density, .. } = self.config;
         let (phase, k) = (self.phase(step), density.k(self.n as usize));
         if self.config.indices == IndexCode::Every {
-            return self.take_everything(phase, workspace);
-        }
-        if workspace.found_in.take() == Some(self.view(phase)) {
+            workspace.found_in = None;
+            workspace.keys.clear();
+            workspace.keys.extend((0..self.n).zip(self.residual.v()).map(|(i, x)| Key::new(*x, i)));
+        } else if workspace.found_in.take() == Some(self.view(phase)) {
             selector.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
         } else {
             Selector::Exact.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
@@ -274,7 +288,7 @@ impl Compressor {
 
     /// The last part of [`Compressor::compress`]: adds a sparse vector of this layer to a frame.
     pub fn encode(&self, message: &Sparse, frame: &mut FrameWriter) {
-        frame.push(self.layer, message, self.config.indices, self.config.values);
+        frame.push(message, self.config.indices, self.config.values);
     }
 
     /// Turns the chosen keys into the message and leaves in the residual what is not sent.
@@ -294,10 +308,11 @@ impl Compressor {
                 self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
             }
             Values::TwoBit => {
-                let (boundary, levels) = two_bit(keys.iter().map(|key| key.value()));
-                let level = |value: f32| levels[bin(value, boundary)];
-                message.values.extend(keys.iter().map(|key| level(key.value())));
-                self.residual.remove(each.map(|(index, value)| (index, value - level(value))), masking);
+                let levels = two_bit(keys.iter().map(|key| key.value()));
+                message.values.extend(keys.iter().map(|key| levels.of(key.value())));
+                message.levels = Some(levels.levels);
+                let rest = |value: f32| value - levels.of(value);
+                self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
             }
             Values::Asq | Values::AsqDropError => {
                 let mean = asq(keys);
@@ -307,17 +322,6 @@ impl Compressor {
                 self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
             }
         }
-    }
-
-    /// Everything, at two bits.
-    fn take_everything(&mut self, phase: Phase, workspace: &mut Workspace) {
-        let message = &mut workspace.message;
-        message.reset(self.n, phase);
-        message.indices.extend(0..self.n);
-        let (boundary, levels) = two_bit(self.residual.v().iter().copied());
-        message.values.extend(self.residual.v().iter().map(|x| levels[bin(*x, boundary)]));
-        let rest: Vec<f32> = self.residual.v().iter().zip(&message.values).map(|(x, q)| x - q).collect();
-        self.residual.remove((0..self.n).zip(rest), false);
     }
 
     /// Takes the last step back, as if its gradient had never come: for a step that failed elsewhere or is to be

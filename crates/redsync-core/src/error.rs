@@ -61,6 +61,9 @@ pub enum ConfigError {
     /// Sampled selection reuses a threshold of another step, and so of another sign.
     #[error("sampled selection cannot be combined with quantization: choose carried, threshold or trimmed")]
     SampledQuantized,
+    /// One mean cannot stand for a whole layer, which has both signs.
+    #[error("a layer that is sent whole cannot be quantized to one mean: choose two bits, bf16 or f32")]
+    EveryQuantized,
     /// Indices are 32 bits wide.
     #[error("{0} elements are too many for one layer (at most 2^32 - 1)")]
     TooLong(usize),

@@ -19,12 +19,12 @@
 //! for (rank, gradient) in gradients.iter().enumerate() {
 //!     let mut layer = Compressor::new(0, "layer", 4, Config::default())?; // each rank has its own
 //!     let mut frame = FrameWriter::new();
-//!     frame.begin(0, rank as u32);
+//!     frame.begin(0, rank as u32, 0);
 //!     layer.compress(0, Gradient::F32(gradient), 1.0 / 2.0, &mut workspace, &mut frame)?;
 //!     let frame = Frame::parse(frame.finish())?; // what every other rank does with it
 //!     for message in frame.messages() {
 //!         let mut sparse = Sparse::new();
-//!         message?.decode(0, 4, layer.phase(0), &mut sparse)?;
+//!         message?.decode(&layer.shape(0), &mut sparse)?;
 //!         received.push(sparse);
 //!     }
 //! }

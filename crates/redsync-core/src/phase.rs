@@ -41,10 +41,6 @@ impl Phase {
             Phase::Negative => 2,
         }
     }
-
-    pub(crate) fn from_code(code: u8) -> Option<Self> {
-        [Phase::Both, Phase::Positive, Phase::Negative].into_iter().find(|phase| phase.code() == code)
-    }
 }
 
 impl std::fmt::Display for Phase {
@@ -85,8 +81,6 @@ mod tests {
         assert_eq!(Phase::Negative.lens().see(2.0), -2.0);
         for phase in [Phase::Both, Phase::Positive, Phase::Negative] {
             assert!(phase.lens().see(0.0) <= 0.0 && phase.lens().see(-0.0) <= 0.0);
-            assert_eq!(Phase::from_code(phase.code()), Some(phase));
         }
-        assert_eq!(Phase::from_code(3), None);
     }
 }

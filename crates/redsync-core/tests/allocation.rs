@@ -45,12 +45,12 @@ fn step(
     received: &mut [Sparse],
     weights: &mut [f32],
 ) {
-    frame.begin(step, 0);
+    frame.begin(step, 0, 0);
     layer.compress(step, Gradient::F32(g), 0.5, workspace, frame).unwrap();
     let bytes = frame.finish();
     for sparse in received.iter_mut() {
         for message in Frame::parse(bytes).unwrap().messages() {
-            message.unwrap().decode(0, g.len() as u32, layer.phase(step), sparse).unwrap();
+            message.unwrap().decode(&layer.shape(step), sparse).unwrap();
         }
     }
     apply::add(weights, received, -0.1, workspace).unwrap();
@@ -66,7 +66,7 @@ fn the_steady_state_allocates_nothing() {
         })
         .collect();
     for selector in Selector::ALL {
-        for values in [Values::F32, Values::Bf16, Values::Asq] {
+        for values in [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit] {
             if selector == Selector::Sampled && values == Values::Asq {
                 continue;
             }

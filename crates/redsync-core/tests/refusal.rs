@@ -41,7 +41,7 @@ proptest! {
         let index = at.index(n);
         g[index] = bad;
         let mut frame = FrameWriter::new();
-        frame.begin(9, 0);
+        frame.begin(9, 0, 0);
         let length = frame.len();
         let error = layer.compress(9, Gradient::F32(&g), 0.25, &mut Workspace::new(1), &mut frame).unwrap_err();
         prop_assert_eq!(&error.layer, "conv3.weight");

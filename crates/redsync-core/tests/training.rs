@@ -106,7 +106,7 @@ proptest! {
     #[test]
     fn sent_plus_rest_is_what_came_in(
         (_, steps) in runs(), fraction in 0.01f64..1.0,
-        values in prop_oneof![Just(Values::F32), Just(Values::Bf16), Just(Values::Asq)],
+        values in prop_oneof![Just(Values::F32), Just(Values::Bf16), Just(Values::Asq), Just(Values::TwoBit)],
         selector in prop_oneof![Just(Selector::Exact), Just(Selector::Trimmed), Just(Selector::Carried)],
     ) {
         let n = steps[0][0].len();
@@ -160,6 +160,17 @@ fn the_error_of_rounding_to_bf16_stays_in_v() {
     let mut layer = Compressor::new(0, "l", 1, config).unwrap();
     let sent = send(&mut layer, 0, &[x], 1.0, &mut Workspace::new(1)).value(0).unwrap();
     assert!(sent != x && layer.residual().v() == [x - sent]);
+}
+
+#[test]
+fn what_four_levels_leave_over_stays_in_v() {
+    let g = [1.0f32, 3.0, 0.0, -9.0, 2.0, -0.25];
+    let config = Config { density: density(1.0), values: Values::TwoBit, ..Config::default() };
+    let mut layer = Compressor::new(0, "l", 6, config).unwrap();
+    let sent = send(&mut layer, 0, &g, 1.0, &mut Workspace::new(1));
+    // The mean magnitude is 3.05.
+    assert_eq!(sent.iter().collect::<Vec<_>>(), [(0, 2.0), (1, 2.0), (3, -9.0), (4, 2.0), (5, -0.25)]);
+    assert_eq!(layer.residual().v(), [-1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
 }
 
 /// Local decay is as strong as decay inside dense momentum SGD.

@@ -6,6 +6,7 @@ use crate::layer::Layer;
 use crate::state::Identity;
 use redsync_comm::{Communicator, Tag};
 use serde_json::{Value, json};
+use xxhash_rust::xxh3::xxh3_64;
 
 /// What changes the results of a run, in the order in which differences are told.
 pub(crate) fn identity(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
@@ -51,6 +52,11 @@ pub(crate) fn agreement(layers: &[Layer], choices: &[Choice], config: &Config) -
     let momentum = |layer: &Layer| layer.momentum.unwrap_or(config.momentum).to_string();
     all.extend(layers.iter().map(|layer| (format!("the momentum of {}", layer.name), momentum(layer))));
     all
+}
+
+/// What stands for an agreement in every frame.
+pub(crate) fn fingerprint(agreement: &Identity) -> u64 {
+    xxh3_64(json!(agreement).to_string().as_bytes())
 }
 
 /// Exchanges entries with all ranks, and compares them.

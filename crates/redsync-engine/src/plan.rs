@@ -8,6 +8,7 @@ use crate::error::SyncError;
 use crate::hello;
 use crate::layer::{Kind, Layer};
 use redsync_comm::Communicator;
+use redsync_core::wire::Shape;
 use redsync_core::{Density, IndexCode, Selector, Sending, Values};
 use serde_json::json;
 use std::collections::BTreeSet;
@@ -144,15 +145,15 @@ impl Sent {
         Sending { density: self.density, values: self.values, masking: self.masking }
     }
 
-    /// Elements on average, the bits of one, and the bytes beside them.
-    pub fn size(&self, n: usize) -> (f64, f64, f64) {
-        let beside = match self.values {
-            Values::Asq | Values::AsqDropError => 4.0,
-            Values::TwoBit => 8.0,
-            Values::F32 | Values::Bf16 => 0.0,
-        };
+    /// What both sides know of the message of a layer of `n` elements.
+    pub fn shape(&self, n: usize, step: u64) -> Shape {
+        Shape { n: n as u32, phase: self.values.phase(step), indices: self.indices, values: self.values }
+    }
+
+    /// Elements on average, the bits of one, and how values travel.
+    pub fn size(&self, n: usize) -> (f64, f64, Values) {
         let elements = expected_elements(n, self.density, self.selector);
-        (elements, message_bits(self.density, self.indices, self.values), beside)
+        (elements, message_bits(self.density, self.indices, self.values), self.values)
     }
 }
 
@@ -181,7 +182,10 @@ pub(crate) fn compressor(
 fn bytes(layer: &Layer, choice: Choice, config: &Config, stage: Stage) -> (bool, usize) {
     match Sent::at(choice, config, stage) {
         None => (false, 4 * layer.size),
-        Some(sent) => (true, message_bytes(sent.size(layer.size)) as usize),
+        Some(sent) => {
+            let (elements, bits, values) = sent.size(layer.size);
+            (true, message_bytes(elements, bits, values) as usize)
+        }
     }
 }
 

@@ -77,10 +77,12 @@ impl Synchronizer {
                 .map(|core| device.compressor(number as u32, layer, core).map_err(refuse));
             compressors.push(made.transpose()?);
         }
-        hello::compare(&*comm, &hello::agreement(&layers, &choices, &config), &config)?;
+        let agreement = hello::agreement(&layers, &choices, &config);
+        hello::compare(&*comm, &agreement, &config)?;
         let identity = hello::identity(&layers, &choices, &config);
         let shared = Arc::new(Shared {
             comm,
+            plan: hello::fingerprint(&agreement),
             compressed: Mutex::new(Layers::new(&layers, compressors)),
             exchange: Box::new(Gather),
             pools: Pools::default(),

@@ -200,12 +200,12 @@ fn a_rank_of_another_version_is_named() {
     let errors = run(2, |rank, comm| {
         let newer = |_: Tag, message: &mut Vec<u8>| {
             let text = String::from_utf8(message.clone()).unwrap();
-            *message = text.replace(r#"["the wire format","1"]"#, r#"["the wire format","7"]"#).into_bytes();
+            *message = text.replace(r#"["the wire format","2"]"#, r#"["the wire format","7"]"#).into_bytes();
         };
         let comm: Comm = if rank == 1 { Arc::new(Damaging { comm, damage: newer }) } else { comm };
         Synchronizer::new(layers(), config(Method::Rgc, 0.1), comm).err().unwrap().to_string()
     });
-    assert_eq!(errors[0], "rank 1 runs something else: the wire format is 7 there, 1 here");
+    assert_eq!(errors[0], "rank 1 runs something else: the wire format is 7 there, 2 here");
 }
 
 #[test]

@@ -339,8 +339,8 @@ impl LayerCompressor for Far {
         LayerCompressor::take_back(&mut self.0)
     }
 
-    fn set_density(&mut self, density: redsync_core::Density) {
-        self.0.set_density(density);
+    fn set_sending(&mut self, sending: redsync_core::Sending) {
+        self.0.set_sending(sending);
     }
 
     fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {

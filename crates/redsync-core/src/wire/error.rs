@@ -1,7 +1,6 @@
 //! Every way in which received bytes can be wrong.
 
-use super::VERSION;
-use crate::phase::Phase;
+use super::{Shape, VERSION};
 use thiserror::Error;
 
 /// Why a frame was refused.
@@ -41,6 +40,16 @@ pub enum FrameError {
         /// Checksum of the bytes.
         computed: u32,
     },
+    /// The sender's plan is another one: its messages would be misunderstood.
+    #[error(
+        "the frame belongs to another plan (fingerprint {theirs:016x}, ours {ours:016x}): the ranks do not run the same"
+    )]
+    Plan {
+        /// Fingerprint in the frame.
+        theirs: u64,
+        /// Fingerprint of the reader's plan.
+        ours: u64,
+    },
     /// The frame belongs to another step.
     #[error("the frame is of step {theirs}, this rank is at step {ours}")]
     Step {
@@ -63,6 +72,12 @@ pub enum FrameError {
         /// Number of the message in the frame, from 0.
         position: u16,
     },
+    /// The count or the length of a message is too large, or has more bytes than it needs.
+    #[error("message {position} does not begin with two numbers in their shortest form")]
+    Number {
+        /// Number of the message in the frame, from 0.
+        position: u16,
+    },
     /// Bytes are left after the last message.
     #[error("{bytes} bytes follow the last message of the frame")]
     Trailing {
@@ -79,12 +94,12 @@ pub enum FrameError {
     },
 }
 
-/// Why a message of one layer was refused.
+/// Why a message was refused.
 #[derive(Clone, Debug, PartialEq, Error)]
-#[error("message of layer {layer}: {why}")]
+#[error("message {position}: {why}")]
 pub struct MessageError {
-    /// The layer according to the message.
-    pub layer: u32,
+    /// Number of the message in the frame, from 0.
+    pub position: u16,
     /// What is wrong.
     pub why: BadMessage,
 }
@@ -92,43 +107,21 @@ pub struct MessageError {
 /// What is wrong with a message.
 #[derive(Clone, Debug, PartialEq, Error)]
 pub enum BadMessage {
-    /// The message is of another layer than expected.
-    #[error("expected layer {expected}")]
-    Layer {
-        /// The layer expected.
-        expected: u32,
-    },
-    /// The layer has another size here.
-    #[error("it has {theirs} elements there, {ours} here")]
-    Size {
-        /// Elements according to the message.
-        theirs: u32,
-        /// Elements of the reader's layer.
-        ours: u32,
-    },
-    /// The sender is at another phase.
-    #[error("its phase is {theirs}, here it is {ours}")]
-    Phase {
-        /// Phase in the message.
-        theirs: Phase,
-        /// Phase of the reader.
-        ours: Phase,
-    },
-    /// The phase is none that this version knows.
-    #[error("unknown phase {0}")]
-    UnknownPhase(u8),
-    /// The index code is none that this version knows.
-    #[error("unknown index code {0}")]
-    UnknownIndexCode(u8),
-    /// The value code is none that this version knows.
-    #[error("unknown value code {0}")]
-    UnknownValueCode(u8),
-    /// The Rice parameter is out of range, or given where none belongs.
-    #[error("Rice parameter {0} is not possible")]
-    RiceParameter(u8),
+    /// The reader asks for a message that cannot exist: a mean needs one sign and chosen elements, four levels need both
+    /// signs.
+    #[error("{:?} values with {:?} indices and {} do not exist", .0.values, .0.indices, .0.phase)]
+    Shape(Shape),
     /// More elements than the layer has.
     #[error("{count} of {n} elements")]
     Count {
+        /// Elements in the message.
+        count: u32,
+        /// Elements of the layer.
+        n: u32,
+    },
+    /// Some elements where all or none must be.
+    #[error("{count} elements, where all {n} or none must be")]
+    Every {
         /// Elements in the message.
         count: u32,
         /// Elements of the layer.
@@ -156,8 +149,8 @@ pub enum BadMessage {
         /// Position in the message.
         position: u32,
     },
-    /// The unused bits after the last code are not zero.
-    #[error("bits are set after the last index")]
+    /// The unused bits after the last code are not zero, or there are too many.
+    #[error("more follows after the last element")]
     Padding,
     /// A value is NaN or infinite.
     #[error("the value at position {position} is {value}")]
@@ -172,5 +165,13 @@ pub enum BadMessage {
     MeanSign {
         /// The mean.
         mean: f32,
+    },
+    /// A level is NaN or infinite, or does not have its sign.
+    #[error("level {level} is {value}")]
+    Level {
+        /// Which of the four.
+        level: u8,
+        /// Its value.
+        value: f32,
     },
 }

@@ -1,9 +1,11 @@
 //! Received bytes in, sparse vectors out, or an exact error.
 
 use super::{
-    BadMessage, FRAME_HEADER, FrameError, MAGIC, MESSAGE_HEADER, MessageError, VERSION, ValueCode, rice,
+    BadMessage, FRAME_HEADER, FrameError, IndexCode, MAGIC, MessageError, Shape, VERSION, message_header,
+    rice, two_bit, varint,
 };
 use crate::phase::Phase;
+use crate::quantize::Values;
 use crate::sparse::{Sparse, first_bad_index, first_bad_value};
 use half::bf16;
 
@@ -14,6 +16,7 @@ pub struct Frame<'a> {
     step: u64,
     rank: u32,
     messages: u16,
+    plan: u64,
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
@@ -28,7 +31,8 @@ impl<'a> Frame<'a> {
     /// Checks everything but the messages themselves.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, FrameError> {
         let have = bytes.len();
-        if have < FRAME_HEADER {
+        // Magic and version come first: a whole frame of another version may be shorter than a header of this one.
+        if have < 6 {
             return Err(FrameError::Short { have });
         }
         let found = std::array::from_fn(|i| bytes[i]);
@@ -38,6 +42,9 @@ impl<'a> Frame<'a> {
         let theirs = u16::from_le_bytes([bytes[4], bytes[5]]);
         if theirs != VERSION {
             return Err(FrameError::Version { theirs });
+        }
+        if have < FRAME_HEADER {
+            return Err(FrameError::Short { have });
         }
         let declared = u64_at(bytes, 24);
         if declared != have as u64 {
@@ -52,6 +59,7 @@ impl<'a> Frame<'a> {
             step: u64_at(bytes, 8),
             rank: u32_at(bytes, 16),
             messages: u16::from_le_bytes([bytes[6], bytes[7]]),
+            plan: u64_at(bytes, 32),
         })
     }
 
@@ -75,10 +83,12 @@ impl<'a> Frame<'a> {
         self.messages == 0
     }
 
-    /// Checks that the frame is the one that this step of the exchange expects.
-    pub fn expect(&self, step: u64, rank: u32, messages: u16) -> Result<(), FrameError> {
+    /// Checks that the frame is the one that this step of the exchange expects, of the same plan.
+    pub fn expect(&self, step: u64, rank: u32, messages: u16, plan: u64) -> Result<(), FrameError> {
         if self.rank != rank {
             Err(FrameError::Rank { theirs: self.rank, expected: rank })
+        } else if self.plan != plan {
+            Err(FrameError::Plan { theirs: self.plan, ours: plan })
         } else if self.step != step {
             Err(FrameError::Step { theirs: self.step, ours: step })
         } else if self.messages != messages {
@@ -112,120 +122,133 @@ impl<'a> Iterator for Messages<'a> {
         }
         let position = self.position;
         self.position += 1;
-        let message = Message::split(self.rest);
-        if message.is_none() {
-            (self.position, self.rest) = (self.messages, &[]);
+        let split = Message::split(position, self.rest);
+        match &split {
+            Ok((_, rest)) => self.rest = rest,
+            Err(_) => (self.position, self.rest) = (self.messages, &[]),
         }
-        Some(message.ok_or(FrameError::Ends { position }).map(|(message, rest)| {
-            self.rest = rest;
-            message
-        }))
+        Some(split.map(|(message, _)| message))
     }
 }
 
-/// One message: a header, and a payload that was not looked at yet.
+/// One message, whose payload was not looked at yet.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
-    header: &'a [u8],
+    position: u16,
+    count: u32,
     payload: &'a [u8],
 }
 
 impl<'a> Message<'a> {
-    fn split(bytes: &'a [u8]) -> Option<(Self, &'a [u8])> {
-        let (header, rest) = bytes.split_at_checked(MESSAGE_HEADER)?;
-        let length = usize::try_from(u64_at(header, 16)).ok()?;
-        let (payload, rest) = rest.split_at_checked(length)?;
-        Some((Message { header, payload }, rest))
+    fn split(position: u16, bytes: &'a [u8]) -> Result<(Self, &'a [u8]), FrameError> {
+        let ends = FrameError::Ends { position };
+        let number = |bytes| {
+            varint::read(bytes).map_err(|bad| match bad {
+                varint::Bad::Ends => FrameError::Ends { position },
+                varint::Bad::Form => FrameError::Number { position },
+            })
+        };
+        let (count, rest) = number(bytes)?;
+        let count = u32::try_from(count).map_err(|_| FrameError::Number { position })?;
+        let (length, rest) = number(rest)?;
+        let (payload, rest) =
+            usize::try_from(length).ok().and_then(|length| rest.split_at_checked(length)).ok_or(ends)?;
+        Ok((Message { position, count, payload }, rest))
     }
 
-    /// The layer according to the header.
-    pub fn layer(&self) -> u32 {
-        u32_at(self.header, 0)
-    }
-
-    /// Elements of the layer according to the header.
-    pub fn dense_len(&self) -> u32 {
-        u32_at(self.header, 4)
-    }
-
-    /// Elements in the message according to the header.
+    /// Elements that the message says it holds.
     pub fn count(&self) -> u32 {
-        u32_at(self.header, 8)
+        self.count
     }
 
-    /// Bytes of the message with its header.
+    /// Bytes of the message beside values and indices.
+    pub fn header_len(&self) -> usize {
+        message_header(self.count, self.payload.len() as u64)
+    }
+
+    /// Bytes of the whole message.
     pub fn byte_len(&self) -> usize {
-        MESSAGE_HEADER + self.payload.len()
+        self.header_len() + self.payload.len()
     }
 
-    /// Decodes the message into `sparse`, if it is of the given layer, size and phase. After an error `sparse` holds no
-    /// elements.
-    pub fn decode(&self, layer: u32, n: u32, phase: Phase, sparse: &mut Sparse) -> Result<(), MessageError> {
-        sparse.reset(n, phase);
-        self.decode_checked(layer, n, phase, sparse).map_err(|why| {
-            sparse.reset(n, phase);
-            MessageError { layer: self.layer(), why }
+    /// Decodes the message, which was written in this shape, into `sparse`. After an error `sparse` holds no elements.
+    pub fn decode(&self, shape: &Shape, sparse: &mut Sparse) -> Result<(), MessageError> {
+        sparse.reset(shape.n, shape.phase);
+        self.fill(shape, sparse).map_err(|why| {
+            sparse.reset(shape.n, shape.phase);
+            MessageError { position: self.position, why }
         })
     }
 
-    fn decode_checked(
-        &self,
-        layer: u32,
-        n: u32,
-        phase: Phase,
-        sparse: &mut Sparse,
-    ) -> Result<(), BadMessage> {
-        if self.layer() != layer {
-            return Err(BadMessage::Layer { expected: layer });
+    fn fill(&self, shape: &Shape, sparse: &mut Sparse) -> Result<(), BadMessage> {
+        let (n, count) = (shape.n, self.count);
+        if !shape.is_possible() {
+            return Err(BadMessage::Shape(*shape));
         }
-        if self.dense_len() != n {
-            return Err(BadMessage::Size { theirs: self.dense_len(), ours: n });
-        }
-        let theirs = Phase::from_code(self.header[12]).ok_or(BadMessage::UnknownPhase(self.header[12]))?;
-        if theirs != phase {
-            return Err(BadMessage::Phase { theirs, ours: phase });
-        }
-        let count = self.count();
         if count > n {
             return Err(BadMessage::Count { count, n });
         }
-        let code = self.value_code(phase)?;
-        let bytes = self.payload.len() as u64;
-        let ill = BadMessage::Payload { count, bytes };
-        let (values, indices) = usize::try_from(code.bytes(count))
-            .ok()
-            .and_then(|at| self.payload.split_at_checked(at))
-            .ok_or(ill)?;
-        self.read_indices(count, n, indices, sparse)?;
-        read_values(code, phase, values, sparse)
+        let at = usize::try_from(shape.value_bytes(count)).ok();
+        let split = at.and_then(|at| self.payload.split_at_checked(at));
+        let (values, indices) =
+            split.ok_or(BadMessage::Payload { count, bytes: self.payload.len() as u64 })?;
+        self.read_indices(shape, indices, sparse)?;
+        self.read_values(shape, values, sparse)
     }
 
-    fn value_code(&self, phase: Phase) -> Result<ValueCode, BadMessage> {
-        match self.header[14] {
-            0 => Ok(ValueCode::F32),
-            1 => Ok(ValueCode::Bf16),
-            // One mean for all exists for one sign only.
-            2 if phase != Phase::Both => Ok(ValueCode::Mean),
-            other => Err(BadMessage::UnknownValueCode(other)),
-        }
-    }
-
-    fn read_indices(&self, count: u32, n: u32, bytes: &[u8], sparse: &mut Sparse) -> Result<(), BadMessage> {
+    fn read_indices(&self, shape: &Shape, bytes: &[u8], sparse: &mut Sparse) -> Result<(), BadMessage> {
+        let (n, count) = (shape.n, self.count);
         let ill = Err(BadMessage::Payload { count, bytes: self.payload.len() as u64 });
-        let parameter = self.header[15];
-        match self.header[13] {
-            0 if parameter != 0 => Err(BadMessage::RiceParameter(parameter)),
-            0 if bytes.len() as u64 != 4 * u64::from(count) => ill,
-            0 => read_plain(n, bytes, &mut sparse.indices),
-            1 if parameter > rice::MAX_PARAMETER => Err(BadMessage::RiceParameter(parameter)),
-            // Every code has at least 1 + parameter bits: this bounds what is allocated by what was received.
-            1 if u64::from(count) * (1 + u64::from(parameter)) > 8 * bytes.len() as u64 => ill,
-            1 => {
+        match shape.indices {
+            IndexCode::Plain if bytes.len() as u64 != 4 * u64::from(count) => ill,
+            IndexCode::Plain => read_plain(n, bytes, &mut sparse.indices),
+            IndexCode::Rice => {
+                let parameter = rice::parameter(n, count);
+                // Every code has at least 1 + parameter bits: this bounds what is allocated by what was received.
+                if u64::from(count) * (1 + u64::from(parameter)) > 8 * bytes.len() as u64 {
+                    return ill;
+                }
                 sparse.indices.reserve(count as usize);
                 rice::decode(bytes, parameter, count, n, &mut sparse.indices)
             }
-            other => Err(BadMessage::UnknownIndexCode(other)),
+            IndexCode::Every if count != 0 && count != n => Err(BadMessage::Every { count, n }),
+            IndexCode::Every if !bytes.is_empty() => ill,
+            // Values of at least two bits each were received.
+            IndexCode::Every => {
+                sparse.indices.extend(0..count);
+                Ok(())
+            }
         }
+    }
+
+    fn read_values(&self, shape: &Shape, bytes: &[u8], sparse: &mut Sparse) -> Result<(), BadMessage> {
+        match shape.values {
+            Values::F32 => {
+                let (words, _) = bytes.as_chunks::<4>();
+                sparse.values.extend(words.iter().map(|word| f32::from_le_bytes(*word)));
+            }
+            Values::Bf16 => {
+                let (words, _) = bytes.as_chunks::<2>();
+                sparse.values.extend(words.iter().map(|word| bf16::from_le_bytes(*word).to_f32()));
+            }
+            Values::Asq | Values::AsqDropError => return read_mean(shape.phase, bytes, sparse),
+            Values::TwoBit => return two_bit::read(bytes, self.count, sparse),
+        }
+        match first_bad_value(&sparse.values) {
+            Some(position) => {
+                Err(BadMessage::Value { position: position as u32, value: sparse.values[position] })
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+fn read_mean(phase: Phase, bytes: &[u8], sparse: &mut Sparse) -> Result<(), BadMessage> {
+    sparse.mean = bytes.first_chunk::<4>().map(|word| f32::from_le_bytes(*word));
+    match sparse.mean {
+        Some(mean) if phase.lens().see(mean) <= 0.0 => Err(BadMessage::MeanSign { mean }),
+        Some(value) if !value.is_finite() => Err(BadMessage::Value { position: 0, value }),
+        _ => Ok(()),
     }
 }
 
@@ -234,32 +257,6 @@ fn read_plain(n: u32, bytes: &[u8], indices: &mut Vec<u32>) -> Result<(), BadMes
     indices.extend(words.iter().map(|word| u32::from_le_bytes(*word)));
     match first_bad_index(indices, n) {
         Some(position) => Err(BadMessage::Index { position: position as u32, n }),
-        None => Ok(()),
-    }
-}
-
-fn read_values(code: ValueCode, phase: Phase, bytes: &[u8], sparse: &mut Sparse) -> Result<(), BadMessage> {
-    match code {
-        ValueCode::F32 => {
-            let (words, _) = bytes.as_chunks::<4>();
-            sparse.values.extend(words.iter().map(|word| f32::from_le_bytes(*word)));
-        }
-        ValueCode::Bf16 => {
-            let (words, _) = bytes.as_chunks::<2>();
-            sparse.values.extend(words.iter().map(|word| bf16::from_le_bytes(*word).to_f32()));
-        }
-        ValueCode::Mean => {
-            sparse.mean = bytes.first_chunk::<4>().map(|word| f32::from_le_bytes(*word));
-            if let Some(mean) = sparse.mean.filter(|mean| phase.lens().see(*mean) <= 0.0) {
-                return Err(BadMessage::MeanSign { mean });
-            }
-        }
-    }
-    match first_bad_value(sparse.values.iter().chain(&sparse.mean)) {
-        Some(position) => {
-            let value = sparse.value(position).unwrap_or(f32::NAN);
-            Err(BadMessage::Value { position: position as u32, value })
-        }
         None => Ok(()),
     }
 }

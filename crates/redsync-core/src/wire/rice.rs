@@ -3,22 +3,34 @@
 
 use super::BadMessage;
 
-/// The largest parameter: more never helps a 32-bit index.
-pub(super) const MAX_PARAMETER: u8 = 31;
+/// 2^64 divided by the golden ratio.
+const GOLDEN: u128 = 0x9e37_79b9_7f4a_7c15;
 
-/// The parameter with the fewest expected bits for `count` random indices out of `n`.
+/// The parameter with the fewest expected bits for `count` random indices out of `n`. Both sides derive it, so it takes
+/// integers only, which are the same everywhere.
+///
+/// A gap is geometric: with density p its quotient is at least one with probability q = (1-p)^(2^b), and a code has
+/// b + 1 + q/(1-q) bits on average. One bit more in b makes q its square, and helps as long as q + q^2 > 1: as long as q is
+/// above the inverse of the golden ratio. At most 31 for any n.
 pub(super) fn parameter(n: u32, count: u32) -> u8 {
     if count == 0 {
         return 0;
     }
-    let p = f64::from(count) / f64::from(n);
-    let expected = |b: u8| {
-        // A gap is geometric: its quotient is at least one with probability (1-p)^(2^b).
-        let more = (1.0 - p).powf(f64::from(1u32 << b));
-        f64::from(b) + 1.0 + more / (1.0 - more)
-    };
-    // The expectation falls, then rises: stop at the first rise.
-    (0..MAX_PARAMETER).find(|b| expected(b + 1) >= expected(*b)).unwrap_or(MAX_PARAMETER)
+    let mut q = (u128::from(n - count) << 64) / u128::from(n);
+    let mut b = 0;
+    while q > GOLDEN {
+        q = q * q >> 64;
+        b += 1;
+    }
+    b
+}
+
+/// Bytes that [`encode`] appends.
+pub(super) fn bytes(indices: &[u32], parameter: u8) -> u64 {
+    let Some(first) = indices.first() else { return 0 };
+    let gaps = indices.windows(2).map(|pair| u64::from((pair[1] - pair[0] - 1) >> parameter));
+    let unary = u64::from(first >> parameter) + gaps.sum::<u64>();
+    (unary + indices.len() as u64 * (1 + u64::from(parameter))).div_ceil(8)
 }
 
 /// Appends the codes, padded with zero bits to a whole byte.
@@ -179,6 +191,12 @@ mod tests {
         assert_eq!(parameter(0, 0), 0);
     }
 
+    /// The expectation itself, for every parameter.
+    fn expected_bits(n: u32, count: u32, b: u8) -> f64 {
+        let ln_q = (-f64::from(count) / f64::from(n)).ln_1p() * 2f64.powi(b.into());
+        f64::from(b) + 1.0 + 1.0 / (-ln_q).exp_m1()
+    }
+
     /// A run of zeros as long as a peer likes must not overflow on the way to an index.
     #[test]
     fn a_quotient_beyond_the_layer_is_refused() {
@@ -199,11 +217,24 @@ mod tests {
 
     proptest! {
         #[test]
+        fn no_parameter_is_better_than_the_derived_one(n in 1u32.., shift in 0u32..32, part: u32) {
+            let n = (n >> shift).max(1);
+            for count in [1, n, 1 + part % n, 1 + (part % n) / 1000] {
+                let b = parameter(n, count);
+                prop_assert!(b <= 31);
+                let best = (0..=31).map(|b| expected_bits(n, count, b)).fold(f64::INFINITY, f64::min);
+                let ours = expected_bits(n, count, b);
+                prop_assert!(ours <= best * (1.0 + 1e-6), "{} of {}: {} against {}", count, n, ours, best);
+            }
+        }
+
+        #[test]
         fn what_is_encoded_is_decoded((n, indices) in indices(), b in 0u8..=31) {
             // The unary part is proportional to n >> b: keep it small for large n.
             let b = if n > 1 << 20 { b.max(20) } else { b };
             let mut bytes = Vec::new();
             encode(&indices, b, &mut bytes);
+            prop_assert_eq!(super::bytes(&indices, b), bytes.len() as u64);
             let mut back = Vec::new();
             decode(&bytes, b, indices.len() as u32, n, &mut back).unwrap();
             prop_assert_eq!(&back, &indices);

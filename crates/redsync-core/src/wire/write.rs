@@ -1,7 +1,6 @@
 //! Sparse vectors in, a frame out.
 
-use super::{FRAME_HEADER, IndexCode, MAGIC, VERSION, ValueCode, rice};
-use crate::phase::Phase;
+use super::{FRAME_HEADER, IndexCode, MAGIC, Shape, VERSION, rice, two_bit, varint};
 use crate::quantize::{Values, round};
 use crate::sparse::Sparse;
 
@@ -10,7 +9,7 @@ use crate::sparse::Sparse;
 /// ```
 /// use redsync_core::wire::{Frame, FrameWriter};
 /// let mut writer = FrameWriter::new();
-/// writer.begin(7, 0); // step 7, rank 0; compressors add their messages here
+/// writer.begin(7, 0, 0xfeed); // step 7, rank 0, a plan; compressors add their messages here
 /// let bytes = writer.finish();
 /// assert_eq!(Frame::parse(bytes)?.step(), 7);
 /// # Ok::<(), redsync_core::wire::FrameError>(())
@@ -33,8 +32,8 @@ impl FrameWriter {
         self.bytes.clear();
     }
 
-    /// Starts a frame and forgets the one before.
-    pub fn begin(&mut self, step: u64, rank: u32) {
+    /// Starts a frame and forgets the one before. `plan` is a fingerprint of what the ranks agreed on.
+    pub fn begin(&mut self, step: u64, rank: u32, plan: u64) {
         self.messages = 0;
         self.bytes.clear();
         self.bytes.extend_from_slice(&MAGIC);
@@ -43,6 +42,7 @@ impl FrameWriter {
         self.bytes.extend_from_slice(&step.to_le_bytes());
         self.bytes.extend_from_slice(&rank.to_le_bytes());
         self.bytes.extend_from_slice(&[0; 12]); // checksum and length, at the end
+        self.bytes.extend_from_slice(&plan.to_le_bytes());
     }
 
     /// Bytes written so far.
@@ -60,47 +60,44 @@ impl FrameWriter {
         self.messages
     }
 
-    /// Adds the message of one layer.
+    /// Adds the message of one layer; returns the bytes of its header. Who reads it must expect the same codes.
     ///
     /// # Panics
-    /// If no frame was begun, or the frame already holds 65,535 messages.
-    pub fn push(&mut self, layer: u32, sparse: &Sparse, indices: IndexCode, values: Values) {
+    /// If no frame was begun, the frame already holds 65,535 messages, or the vector cannot be written in these codes:
+    /// [`Values::Asq`] needs a mean, [`Values::TwoBit`] levels, [`IndexCode::Every`] all elements or none.
+    pub fn push(&mut self, sparse: &Sparse, indices: IndexCode, values: Values) -> usize {
         assert!(self.bytes.len() >= FRAME_HEADER, "push before begin");
         self.messages = self.messages.checked_add(1).expect("a frame holds at most 65,535 messages");
-        let count = sparse.len() as u32;
-        let value_code = match values {
-            _ if sparse.mean.is_some() => ValueCode::Mean,
-            // A quantized layer that has nothing to send has no mean either.
-            Values::Asq | Values::AsqDropError if sparse.is_empty() && sparse.phase() != Phase::Both => {
-                ValueCode::Mean
-            }
-            Values::Bf16 => ValueCode::Bf16,
-            _ => ValueCode::F32,
-        };
-        let phase = sparse.phase();
-        let parameter = if indices == IndexCode::Rice { rice::parameter(sparse.n, count) } else { 0 };
+        let shape = Shape { n: sparse.n, phase: sparse.phase(), indices, values };
+        assert!(sparse.is_empty() || fits(sparse, &shape), "a vector that cannot be written as {shape:?}");
+        let (n, count) = (sparse.n, sparse.len() as u32);
+        let parameter = rice::parameter(n, count);
+        let payload = shape.value_bytes(count)
+            + match indices {
+                IndexCode::Plain => 4 * u64::from(count),
+                IndexCode::Rice => rice::bytes(&sparse.indices, parameter),
+                IndexCode::Every => 0,
+            };
         let out = &mut self.bytes;
-        for word in [layer, sparse.n, count] {
-            out.extend_from_slice(&word.to_le_bytes());
-        }
-        let index_code = match indices {
-            IndexCode::Plain => 0,
-            IndexCode::Rice => 1,
-        };
-        out.extend_from_slice(&[phase.code(), index_code, value_code as u8, parameter]);
-        let length_at = out.len();
-        out.extend_from_slice(&[0; 8]);
-        match value_code {
-            ValueCode::F32 => out.extend(sparse.values.iter().flat_map(|v| v.to_le_bytes())),
-            ValueCode::Bf16 => out.extend(sparse.values.iter().flat_map(|v| round(*v).to_le_bytes())),
-            ValueCode::Mean => out.extend(sparse.mean.iter().flat_map(|v| v.to_le_bytes())),
+        let before = out.len();
+        varint::write(count.into(), out);
+        varint::write(payload, out);
+        let begin = out.len();
+        match values {
+            Values::F32 => out.extend(sparse.values.iter().flat_map(|v| v.to_le_bytes())),
+            Values::Bf16 => out.extend(sparse.values.iter().flat_map(|v| round(*v).to_le_bytes())),
+            Values::Asq | Values::AsqDropError => {
+                out.extend(sparse.mean.iter().flat_map(|v| v.to_le_bytes()))
+            }
+            Values::TwoBit => two_bit::write(sparse.levels, &sparse.values, out),
         }
         match indices {
             IndexCode::Plain => out.extend(sparse.indices.iter().flat_map(|i| i.to_le_bytes())),
             IndexCode::Rice => rice::encode(&sparse.indices, parameter, out),
+            IndexCode::Every => {}
         }
-        let payload = (out.len() - length_at - 8) as u64;
-        out[length_at..length_at + 8].copy_from_slice(&payload.to_le_bytes());
+        debug_assert_eq!((out.len() - begin) as u64, payload);
+        begin - before
     }
 
     /// Ends the frame.
@@ -125,4 +122,14 @@ impl FrameWriter {
         self.finish();
         std::mem::take(&mut self.bytes)
     }
+}
+
+/// Whether a vector that is not empty can be written in a shape.
+fn fits(sparse: &Sparse, shape: &Shape) -> bool {
+    let values = match shape.values {
+        Values::F32 | Values::Bf16 => sparse.mean.is_none(),
+        Values::Asq | Values::AsqDropError => sparse.mean.is_some(),
+        Values::TwoBit => sparse.levels.is_some(),
+    };
+    shape.is_possible() && values && (shape.indices != IndexCode::Every || sparse.len() == sparse.dense_len())
 }

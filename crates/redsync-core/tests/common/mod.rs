@@ -14,13 +14,13 @@ pub fn density(fraction: f64) -> Density {
 /// Compresses one gradient, sends it through a frame and decodes it again.
 pub fn send(layer: &mut Compressor, step: u64, g: &[f32], scale: f32, workspace: &mut Workspace) -> Sparse {
     let mut frame = FrameWriter::new();
-    frame.begin(step, 0);
+    frame.begin(step, 0, 0);
     layer.compress(step, Gradient::F32(g), scale, workspace, &mut frame).unwrap();
     let mut received = Sparse::new();
     let frame = Frame::parse(frame.finish()).unwrap();
     assert_eq!(frame.messages().count(), 1);
     for message in frame.messages() {
-        message.unwrap().decode(layer.layer(), g.len() as u32, layer.phase(step), &mut received).unwrap();
+        message.unwrap().decode(&layer.shape(step), &mut received).unwrap();
     }
     received
 }

@@ -1,9 +1,7 @@
 //! The bytes of a message, from the density alone: those of the real encoding, headers included.
 
+use redsync_core::wire::{FRAME_HEADER, message_header};
 use redsync_core::{Density, IndexCode, Selector, Values};
-
-/// Bytes of a frame without messages, and of a message without elements.
-const HEADERS: (f64, f64) = (32.0, 24.0);
 
 /// Elements that a selector sends on average: threshold search stops anywhere between k and 2k.
 pub fn expected_elements(m: usize, d: Density, selector: Selector) -> f64 {
@@ -25,9 +23,9 @@ pub fn expected_elements(m: usize, d: Density, selector: Selector) -> f64 {
 pub fn message_bits(d: Density, indices: IndexCode, values: Values) -> f64 {
     let index = match indices {
         IndexCode::Plain => 32.0,
-        IndexCode::Every => 0.0,
         // The best parameter r: r bits, and the quotient of a geometric gap in unary.
         IndexCode::Rice => (0..32).map(|r| rice_bits(d.fraction(), r)).fold(f64::INFINITY, f64::min),
+        IndexCode::Every => 0.0,
     };
     index
         + match values {
@@ -43,14 +41,21 @@ fn rice_bits(d: f64, r: i32) -> f64 {
     f64::from(r) + 1.0 + beyond / (1.0 - beyond)
 }
 
-/// Bytes of a message: its elements, the bits of one, and the bytes of its mean or levels.
-pub fn message_bytes((elements, bits, beside): (f64, f64, f64)) -> f64 {
-    HEADERS.1 + (elements * bits / 8.0).ceil() + beside
+/// Bytes of a message: its elements, the bits of one, and how values travel, which may be by a mean or levels.
+pub fn message_bytes(elements: f64, bits: f64, values: Values) -> f64 {
+    let shared = match values {
+        Values::F32 | Values::Bf16 => 0.0,
+        Values::Asq | Values::AsqDropError => 4.0,
+        Values::TwoBit => 8.0,
+    };
+    let payload = (elements * bits / 8.0).ceil() + shared;
+    message_header(elements as u32, payload as u64) as f64 + payload
 }
 
 /// Bytes of a frame of such messages.
-pub fn frame_bytes(messages: impl IntoIterator<Item = (f64, f64, f64)>) -> f64 {
-    HEADERS.0 + messages.into_iter().map(message_bytes).sum::<f64>()
+pub fn frame_bytes(messages: impl IntoIterator<Item = (f64, f64, Values)>) -> f64 {
+    let message = |(elements, bits, values)| message_bytes(elements, bits, values);
+    FRAME_HEADER as f64 + messages.into_iter().map(message).sum::<f64>()
 }
 
 #[cfg(test)]
@@ -69,18 +74,18 @@ mod tests {
         };
         let gradient: Vec<f32> = (0..n).map(|_| noise()).collect();
         for fraction in [0.001, 0.01, 0.25] {
-            for values in [Values::F32, Values::Bf16, Values::Asq] {
+            for values in [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit] {
                 for indices in [IndexCode::Plain, IndexCode::Rice] {
                     let density = Density::new(fraction).unwrap();
                     let config = Config { density, values, indices, ..Config::default() };
                     let mut layer = Compressor::new(0, "layer", n, config).unwrap();
                     let (mut workspace, mut frame) = (Workspace::new(1), FrameWriter::new());
-                    frame.begin(0, 0);
+                    frame.begin(0, 0, 0);
                     layer.compress(0, Gradient::F32(&gradient), 1.0, &mut workspace, &mut frame).unwrap();
                     let real = frame.finish().len() as f64;
                     let elements = expected_elements(n, density, Selector::Exact);
                     let bits = message_bits(density, indices, values);
-                    let predicted = frame_bytes([(elements, bits, if values.is_quantized() { 4.0 } else { 0.0 })]);
+                    let predicted = frame_bytes([(elements, bits, values)]);
                     assert!(
                         (predicted / real - 1.0).abs() < 0.02,
                         "{fraction} {values:?}: {predicted} {real}"

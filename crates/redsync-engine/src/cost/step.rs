@@ -12,6 +12,7 @@ use super::platform::Platform;
 use crate::config::{Choice, Config, Stage};
 use crate::layer::{Kind, Layer};
 use crate::plan::{self, Group, Sent};
+use redsync_core::Values;
 use serde::{Deserialize, Serialize};
 
 /// What the framework does in a step.
@@ -188,10 +189,10 @@ impl Step<'_> {
         }
     }
 
-    /// Elements and bits of a layer's message, and the bytes beside them; of nothing if it is dense.
-    fn message(&self, layer: usize, stage: Stage) -> (f64, f64, f64) {
+    /// Elements and bits of a layer's message, and how its values travel; of nothing if it is dense.
+    fn message(&self, layer: usize, stage: Stage) -> (f64, f64, Values) {
         let sent = Sent::at(self.choices[layer], self.config, stage);
-        sent.map_or((0.0, 0.0, 0.0), |sent| sent.size(self.layers[layer].size))
+        sent.map_or((0.0, 0.0, Values::F32), |sent| sent.size(self.layers[layer].size))
     }
 
     /// Encodes, exchanges and decodes a group.

@@ -42,21 +42,23 @@ fn decode(
     gathered: &Gathered,
     mut updates: Vec<Vec<Sparse>>,
 ) -> Result<Vec<Vec<Sparse>>, SyncError> {
-    let About { layers, choices, config, group, step, stats, .. } = about;
+    let About { layers, choices, config, plan, group, step, stats, .. } = about;
     let stage = config.warm_up.stage(step, config.density);
     updates.iter_mut().for_each(|ranks| ranks.resize_with(gathered.ranks(), Sparse::new));
     for (rank, bytes) in gathered.iter().enumerate() {
         let bad_frame = |why| SyncError::Frame { rank, layers: names(layers, group), why };
         let frame = Frame::parse(bytes).map_err(bad_frame)?;
-        frame.expect(step, rank as u32, group.layers.len() as u16).map_err(bad_frame)?;
+        frame.expect(step, rank as u32, group.layers.len() as u16, plan).map_err(bad_frame)?;
         for (at, message) in frame.messages().enumerate() {
             let (begin, message) = (Instant::now(), message.map_err(bad_frame)?);
             let (number, layer) = (group.layers[at], &layers[group.layers[at]]);
-            let sent = Sent::at(choices[number], config, stage);
-            let phase = sent.map(|sent| sent.values).unwrap_or_default().phase(step);
-            let into = &mut updates[at][rank];
-            let decoded = message.decode(number as u32, layer.size as u32, phase, into);
-            decoded.map_err(|why| SyncError::Message { rank, layer: layer.name.clone(), why })?;
+            let shape = Sent::at(choices[number], config, stage).map(|sent| sent.shape(layer.size, step));
+            let shape = shape.ok_or_else(|| SyncError::Order(format!("layer {} is dense", layer.name)))?;
+            message.decode(&shape, &mut updates[at][rank]).map_err(|why| SyncError::Message {
+                rank,
+                layer: layer.name.clone(),
+                why,
+            })?;
             stats[at].decode_ms += ms(begin);
             if rank != about.rank {
                 stats[at].bytes_received += message.byte_len() as u64;

@@ -31,6 +31,8 @@ pub(crate) struct About<'a> {
     pub layers: &'a [Layer],
     pub choices: &'a [Choice],
     pub config: &'a Config,
+    /// Fingerprint of what the ranks agreed on.
+    pub plan: u64,
     pub group: &'a Group,
     pub step: u64,
     pub rank: usize,

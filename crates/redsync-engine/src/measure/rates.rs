@@ -117,7 +117,7 @@ fn coding(meter: &mut Meter<'_>, noise: &[f32]) -> Result<(Line, Line), SyncErro
         layer.select(0, &mut workspace);
         let mut message = Sparse::new();
         workspace.swap_message(&mut message);
-        writer.begin(0, 0);
+        writer.begin(0, 0, 0);
         layer.encode(&message, &mut writer);
         chosen.push((layer, message, writer.finish().to_vec()));
     }
@@ -125,7 +125,7 @@ fn coding(meter: &mut Meter<'_>, noise: &[f32]) -> Result<(Line, Line), SyncErro
     let at = |count| usize::from(count == counts[1]);
     let encode = meter.line(counts, 15, |count| {
         let (layer, message, _) = &chosen[at(count)];
-        writer.begin(0, 0);
+        writer.begin(0, 0, 0);
         layer.encode(message, &mut writer);
         std::hint::black_box(writer.finish());
         Ok(())
@@ -137,9 +137,7 @@ fn coding(meter: &mut Meter<'_>, noise: &[f32]) -> Result<(Line, Line), SyncErro
         let bad_message = |why| SyncError::Message { rank: 0, layer: "measured".into(), why };
         for message in Frame::parse(bytes).map_err(bad_frame)?.messages() {
             let message = message.map_err(bad_frame)?;
-            message
-                .decode(0, layer.residual().len() as u32, layer.phase(0), &mut decoded)
-                .map_err(bad_message)?;
+            message.decode(&layer.shape(0), &mut decoded).map_err(bad_message)?;
         }
         Ok(())
     })?;

@@ -31,6 +31,8 @@ pub(crate) struct Shared {
     pub layers: Vec<Layer>,
     pub choices: Vec<Choice>,
     pub config: Config,
+    /// Fingerprint of what the ranks agreed on.
+    pub plan: u64,
     pub compressed: Mutex<Layers>,
     pub exchange: Box<dyn Exchange>,
     pub pools: Pools,

@@ -34,9 +34,9 @@ fn complete(shared: &Shared, in_flight: InFlight, workspace: &mut Workspace) -> 
             Received::Dense(sum)
         }
         Journey::Sparse(flight) => {
-            let Shared { layers, choices, config, .. } = shared;
-            let rank = shared.comm.rank();
-            let about = About { layers, choices, config, group: &group, step, rank, stats: &mut stats };
+            let Shared { layers, choices, config, plan, .. } = shared;
+            let (plan, rank) = (*plan, shared.comm.rank());
+            let about = About { layers, choices, config, plan, group: &group, step, rank, stats: &mut stats };
             let landed = flight.land(about, buffers(shared, &group.layers))?;
             take_in(shared, landed)?
         }

@@ -290,12 +290,12 @@ impl Send {
         if let Some(buffer) = lock(&self.shared.pools.frames).pop() {
             self.writer.reuse(buffer);
         }
-        self.writer.begin(self.step, self.shared.comm.rank() as u32);
+        self.writer.begin(self.step, self.shared.comm.rank() as u32, self.shared.plan);
         for layer in &group.layers {
             let (begin, before) = (Instant::now(), self.writer.len());
             let Shared { choices, config, .. } = &*self.shared;
             if let Some(sent) = Sent::at(choices[*layer], config, self.stage) {
-                self.writer.push(*layer as u32, &self.messages[*layer], sent.indices, sent.values);
+                self.writer.push(&self.messages[*layer], sent.indices, sent.values);
             }
             self.stats[*layer].encode_ms = ms(begin);
             self.stats[*layer].bytes_sent = (self.writer.len() - before) as u64;

@@ -102,7 +102,7 @@ mod tests {
     #[test]
     fn only_frames_of_the_step_are_damaged() {
         let mut writer = FrameWriter::new();
-        writer.begin(5, 1);
+        writer.begin(5, 1, 0);
         let frame = writer.finish().to_vec();
         let damaged = Damage::At(5).apply(STEP, frame.clone());
         assert!(Frame::parse(&damaged).is_err() && damaged.len() == frame.len());
