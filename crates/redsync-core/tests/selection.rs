@@ -9,7 +9,8 @@ use rand::SeedableRng;
 use rand_distr::{Distribution, StandardNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use redsync_core::{
-    Compressor, Config, ConfigError, Density, Gradient, Level, Phase, Selector, Sparse, Values, Workspace,
+    Compressor, Config, ConfigError, Density, Gradient, Level, Phase, Selector, Sending, Sparse, Values,
+    Workspace,
 };
 
 fn normal(n: usize, seed: u64) -> Vec<f32> {
@@ -207,7 +208,8 @@ fn the_density_can_change_from_step_to_step() {
     let mut layer = Compressor::new(0, "l", n, Config::default()).unwrap();
     let mut workspace = Workspace::new(1);
     for (step, fraction) in [0.25, 0.0625, 0.015625, 0.004, 0.001, 1.0, 0.001, 0.25].into_iter().enumerate() {
-        layer.set_density(Density::new(fraction).unwrap());
+        let density = Density::new(fraction).unwrap();
+        layer.set_sending(Sending { density, values: Values::F32, masking: true });
         let g = normal(n, step as u64);
         let before = residual_before(&layer, &g);
         let k = layer.config().density.k(n);

@@ -111,13 +111,15 @@ impl std::str::FromStr for Choice {
     /// assert!("topk".parse::<Choice>().unwrap_err().starts_with("choose dense, dense+2bit, or one of exact"));
     /// ```
     fn from_str(text: &str) -> Result<Self, String> {
-        if let Some(dense) = [Choice::Dense, Choice::DenseTwoBit].into_iter().find(|c| c.to_string() == text) {
+        if let Some(dense) = [Choice::Dense, Choice::DenseTwoBit].into_iter().find(|c| c.to_string() == text)
+        {
             return Ok(dense);
         }
         let (name, quantized) = text.strip_suffix("+asq").map_or((text, false), |name| (name, true));
         let names = || Selector::ALL.map(Selector::name).join(", ");
-        let selector = Selector::from_name(name)
-            .ok_or_else(|| format!("choose dense, dense+2bit, or one of {}, with or without +asq", names()))?;
+        let selector = Selector::from_name(name).ok_or_else(|| {
+            format!("choose dense, dense+2bit, or one of {}, with or without +asq", names())
+        })?;
         Ok(Choice::Sparse { selector, quantized })
     }
 }

@@ -66,6 +66,6 @@ pub use layer::{Kind, Layer};
 pub use plan::choices;
 pub use replica::replica_hash;
 pub use source::{Source, Window};
-pub use stats::{LayerStats, StepStats};
+pub use stats::{LayerStats, StepStats, Traffic};
 pub use synchronizer::{Finished, Synchronizer};
 pub use target::{Target, TargetError, Update};

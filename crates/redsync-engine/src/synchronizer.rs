@@ -2,7 +2,7 @@
 //! What must hold: every rank gets the same updates, bit by bit, in the same order.
 
 use crate::compressor::{Device, Host};
-use crate::config::{Choice, Config, Stage};
+use crate::config::{Choice, Config, Method, Stage};
 use crate::error::SyncError;
 use crate::exchange::Gather;
 use crate::inbox::Submitter;
@@ -12,7 +12,7 @@ use crate::pipeline::dense::norm;
 use crate::pipeline::{Arrived, Pools, Received, Shared, Threads, lock, ms};
 use crate::source::Source;
 use crate::state::Identity;
-use crate::stats::StepStats;
+use crate::stats::{StepStats, Traffic};
 use crate::target::{Target, Update};
 use crate::{hello, plan, replica};
 use redsync_comm::{Communicator, Tag};
@@ -40,6 +40,7 @@ pub struct Synchronizer {
     /// For each layer, which group that arrived has its update, and at which place.
     place: Vec<Option<(usize, usize)>>,
     stats: StepStats,
+    traffic: Traffic,
     workspace: Workspace,
     /// Whether the last finished step can be taken back.
     fresh: bool,
@@ -98,6 +99,7 @@ impl Synchronizer {
             arrived: Vec::new(),
             place: vec![None; shared.layers.len()],
             stats: StepStats::default(),
+            traffic: Traffic::default(),
             workspace: Workspace::new(shared.config.threads),
             fresh: false,
             shared,
@@ -191,6 +193,8 @@ impl Synchronizer {
         }
         let finished = done?;
         self.fresh = finished == Finished::Done;
+        self.stats.traffic = self.traffic_of(step);
+        self.traffic.add(&self.stats.traffic);
         (self.stats.step, self.stats.exposed_ms) = (step, ms(begin));
         self.submitter.inbox().turn_to(step + 1);
         Ok(finished)
@@ -225,6 +229,30 @@ impl Synchronizer {
             arrived.deliver(&self.shared, &mut self.workspace)?;
         }
         Ok(Finished::Done)
+    }
+
+    /// Where the bytes of a step went, from what its layers sent.
+    fn traffic_of(&self, step: u64) -> Traffic {
+        let Shared { layers, choices, config, .. } = &*self.shared;
+        let mut traffic = Traffic::default();
+        for (number, layer) in self.stats.layers.iter().enumerate() {
+            traffic.dense += 4 * layers[number].size as u64;
+            traffic.headers += layer.header_bytes;
+            let elements = layer.bytes_sent - layer.header_bytes;
+            match choices[number] {
+                Choice::Sparse { .. } => traffic.messages += elements,
+                Choice::Dense | Choice::DenseTwoBit => traffic.rest += elements,
+            }
+        }
+        match step < config.warm_up.end() && config.method != Method::Sgd {
+            true => Traffic { warm_up: traffic.sent(), dense: traffic.dense, ..Traffic::default() },
+            false => traffic,
+        }
+    }
+
+    /// Where the bytes of this rank went since it was made.
+    pub fn traffic(&self) -> Traffic {
+        self.traffic
     }
 
     /// Gives the buffers of the last step back.

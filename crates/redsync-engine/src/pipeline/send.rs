@@ -291,14 +291,18 @@ impl Send {
             self.writer.reuse(buffer);
         }
         self.writer.begin(self.step, self.shared.comm.rank() as u32, self.shared.plan);
+        // The first layer answers for the header of the frame.
+        let (mut before, mut header) = (0, self.writer.len());
         for layer in &group.layers {
-            let (begin, before) = (Instant::now(), self.writer.len());
+            let begin = Instant::now();
             let Shared { choices, config, .. } = &*self.shared;
             if let Some(sent) = Sent::at(choices[*layer], config, self.stage) {
-                self.writer.push(&self.messages[*layer], sent.indices, sent.values);
+                header += self.writer.push(&self.messages[*layer], sent.indices, sent.values);
             }
-            self.stats[*layer].encode_ms = ms(begin);
-            self.stats[*layer].bytes_sent = (self.writer.len() - before) as u64;
+            let stats = &mut self.stats[*layer];
+            stats.encode_ms = ms(begin);
+            stats.header_bytes = std::mem::take(&mut header) as u64;
+            stats.bytes_sent = (self.writer.len() - std::mem::replace(&mut before, self.writer.len())) as u64;
         }
         self.writer.take()
     }
