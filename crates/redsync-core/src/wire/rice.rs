@@ -19,7 +19,7 @@ pub(super) fn parameter(n: u32, count: u32) -> u8 {
     let mut q = (u128::from(n - count) << 64) / u128::from(n);
     let mut b = 0;
     while q > GOLDEN {
-        q = q * q >> 64;
+        q = (q * q) >> 64;
         b += 1;
     }
     b
