@@ -166,8 +166,9 @@ pub enum WarmUp {
     None,
     /// Dense for this many steps, as the paper recommends.
     Dense(u64),
-    /// By falling densities, in this many steps: 25% for a fifteenth of them, 6.25% for two, 1.5625% for four and 0.4% for eight, as
-    /// far as these are above the final one. Each of the four costs about as many bytes as the others.
+    /// By falling densities, in this many steps: 25% for a fortieth of them, 6.25% for three, 1.5625% for nine and 0.4% for 27, as far as
+    /// these are above the final one. Each of the four sends a third of what the one before sends and lasts three times as long, so
+    /// they cost the same: all together what 1/240 of the steps would cost if they were dense.
     Ramp(u64),
 }
 
@@ -191,8 +192,8 @@ impl std::fmt::Display for WarmUp {
 }
 
 impl WarmUp {
-    /// The densities of a ramp before the final one, each with the fifteenths of the ramp after which it ends.
-    const RAMP: [(f64, u64); 4] = [(0.25, 1), (0.0625, 3), (0.015625, 7), (0.004, 15)];
+    /// The densities of a ramp before the final one, each with the fortieths of the ramp after which it ends.
+    const RAMP: [(f64, u64); 4] = [(0.25, 1), (0.0625, 4), (0.015625, 13), (0.004, 40)];
 
     /// The step with which it is over.
     pub fn end(self) -> u64 {
@@ -215,14 +216,14 @@ impl WarmUp {
     /// ```
     /// use redsync_engine::{Stage, WarmUp};
     /// assert_eq!(WarmUp::Dense(5).stage(4, 0.001), Stage::Dense);
-    /// assert_eq!(WarmUp::Ramp(150).stage(15, 0.001), Stage::Sparse(0.0625));
-    /// assert_eq!(WarmUp::Ramp(150).stage(150, 0.001), Stage::Sparse(0.001));
+    /// assert_eq!(WarmUp::Ramp(400).stage(10, 0.001), Stage::Sparse(0.0625));
+    /// assert_eq!(WarmUp::Ramp(400).stage(400, 0.001), Stage::Sparse(0.001));
     /// ```
     pub fn stage(self, step: u64, density: f64) -> Stage {
         match self {
             WarmUp::Dense(steps) if step < steps => Stage::Dense,
             WarmUp::Ramp(steps) => {
-                let before = |end: u64| u128::from(step) * 15 < u128::from(steps) * u128::from(end);
+                let before = |end: u64| u128::from(step) * 40 < u128::from(steps) * u128::from(end);
                 let at = Self::RAMP.into_iter().find(|(_, end)| before(*end));
                 Stage::Sparse(at.map_or(density, |(ramp, _)| ramp.max(density)))
             }

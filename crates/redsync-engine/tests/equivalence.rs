@@ -106,16 +106,17 @@ fn a_dense_warm_up_is_dense_for_exactly_its_steps() {
 
 #[test]
 fn a_ramp_sends_at_each_of_its_densities_and_then_at_the_final_one() {
-    const EACH: u64 = 3;
-    let config = Config { warm_up: WarmUp::Ramp(EACH), ..config(Method::Rgc, 0.002) };
+    const LENGTH: u64 = 40;
+    let config = Config { warm_up: WarmUp::Ramp(LENGTH), ..config(Method::Rgc, 0.002) };
     run(2, move |_, comm| {
         let mut replica = Replica::new(config.clone(), comm).unwrap();
         // Of 700, 9 (dense), 300 and 200 elements: 25, 6.25, 1.5625, 0.4 and 0.2%, rounded up.
         let expected = [[175, 9, 75, 50], [44, 9, 19, 13], [11, 9, 5, 4], [3, 9, 2, 1], [2, 9, 1, 1]];
-        for step in 0..6 * EACH {
+        let ends = [LENGTH / 40, LENGTH / 10, 13 * LENGTH / 40, LENGTH];
+        for step in 0..LENGTH + 5 {
             replica.step().unwrap();
             let elements: Vec<u64> = replica.sync.stats().layers.iter().map(|layer| layer.elements).collect();
-            assert_eq!(elements, expected[((step / EACH) as usize).min(4)], "step {step}");
+            assert_eq!(elements, expected[ends.partition_point(|end| *end <= step)], "step {step}");
             assert_eq!(replica.sync.stats().step, step);
         }
     });
@@ -123,7 +124,7 @@ fn a_ramp_sends_at_each_of_its_densities_and_then_at_the_final_one() {
 
 #[test]
 fn a_ramp_stays_above_the_final_density() {
-    let config = Config { warm_up: WarmUp::Ramp(1), ..config(Method::Rgc, 0.1) };
+    let config = Config { warm_up: WarmUp::Ramp(40), ..config(Method::Rgc, 0.1) };
     run(2, move |_, comm| {
         let mut replica = Replica::new(config.clone(), comm).unwrap();
         for elements in [175, 70, 70, 70, 70] {

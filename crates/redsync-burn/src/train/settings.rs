@@ -33,9 +33,9 @@ impl WarmUp {
         all.into_iter().find(|warm_up| warm_up.name() == name)
     }
 
-    /// What suits a training of so many epochs: a ramp over half of them, at most five.
+    /// What suits a training of so many epochs: a ramp over five of them, or over five sixths of a shorter one.
     pub fn usual(epochs: u32) -> Self {
-        WarmUp::Ramp((f64::from(epochs) / 2.0).min(5.0))
+        WarmUp::Ramp((f64::from(epochs) * 5.0 / 6.0).min(5.0))
     }
 
     /// Its name.

@@ -363,12 +363,12 @@ mod tests {
             assert!((training_time(&step, 1000) / expected - 1.0).abs() < 1e-9);
             assert!((training_time(&step, 60) / (60.0 * slow) - 1.0).abs() < 1e-9);
         });
-        let ramp = Config { warm_up: WarmUp::Ramp(150), ..method(Method::RgcAsq) };
+        let ramp = Config { warm_up: WarmUp::Ramp(400), ..method(Method::RgcAsq) };
         with("alexnet", &ramp, |step| {
             let at = |d, steps| f64::from(steps) * step.times_at(Stage::Sparse(d)).step;
-            let stages = [(0.25, 10), (0.0625, 20), (0.015625, 40), (0.004, 80), (0.001, 50)];
+            let stages = [(0.25, 10), (0.0625, 30), (0.015625, 90), (0.004, 270), (0.001, 50)];
             let expected: f64 = stages.into_iter().map(|(d, steps)| at(d, steps)).sum();
-            assert!((training_time(&step, 200) / expected - 1.0).abs() < 1e-9);
+            assert!((training_time(&step, 450) / expected - 1.0).abs() < 1e-9);
         });
     }
 

@@ -4,7 +4,7 @@
 
 use redsync_comm::{Communicator, Gathered, Pending, Tag, local};
 use redsync_core::Momentum;
-use redsync_engine::{Config, Kind, Layer, Method, Preset, SyncError, Synchronizer, Update, WarmUp};
+use redsync_engine::{Config, Kind, Layer, Method, Preset, Rest, SyncError, Synchronizer, Update, WarmUp};
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -49,9 +49,10 @@ pub fn layers() -> Vec<Layer> {
     ]
 }
 
-/// Everything that can be compressed is, however small; a hang ends soon.
+/// Everything that can be compressed is, however small, and the rest is exact; a hang ends soon.
 pub fn config(method: Method, density: f64) -> Config {
-    Config { method, density, dense_below: 0, deadline: Duration::from_secs(8), ..Config::default() }
+    let deadline = Duration::from_secs(8);
+    Config { method, density, dense_below: 0, rest: Rest::F32, deadline, ..Config::default() }
 }
 
 /// Density 1 and no masking: what must be the same as dense training.
@@ -71,7 +72,9 @@ pub fn all_configs() -> Vec<Config> {
         ] {
             for warm_up in [WarmUp::None, WarmUp::Dense(7), WarmUp::Ramp(6)] {
                 let momentum = Momentum::Nesterov(0.9);
-                all.push(Config { preset, clip, warm_up, momentum, ..config(method, 0.02) });
+                for rest in Rest::ALL {
+                    all.push(Config { preset, clip, warm_up, momentum, rest, ..config(method, 0.02) });
+                }
             }
         }
     }
