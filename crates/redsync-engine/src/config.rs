@@ -70,6 +70,14 @@ impl Preset {
             Preset::Paper { .. } => "paper",
         }
     }
+
+    /// Below how many bytes weights are dense, unless a run says otherwise: [`SMALL`], and 128 KB in the paper.
+    pub fn dense_below(self) -> usize {
+        match self {
+            Preset::Carried => SMALL,
+            Preset::Paper { .. } => 128 << 10,
+        }
+    }
 }
 
 /// A choice for one layer.
@@ -244,7 +252,7 @@ pub struct Config {
     pub preset: Preset,
     /// Choices for layers by name, instead of the preset's.
     pub layers: BTreeMap<String, Choice>,
-    /// Weights of fewer bytes are dense.
+    /// Weights of fewer bytes are dense; [`Preset::dense_below`] knows what suits a preset.
     pub dense_below: usize,
     /// How the rest travels: biases, normalization parameters and weights of less than [`SMALL`] bytes. With the preset `paper` and
     /// the method `rgc-naive` it is as it is.
@@ -291,7 +299,7 @@ impl Default for Config {
             method: Method::RgcAsq,
             preset: Preset::Carried,
             layers: BTreeMap::new(),
-            dense_below: SMALL,
+            dense_below: Preset::Carried.dense_below(),
             rest: Rest::TwoBit,
             figures: None,
             density: 0.001,

@@ -244,13 +244,26 @@ mod tests {
     fn small_layers_biases_and_the_output_are_treated_as_ruled() {
         let layers = [
             Layer::new("big", 40_000, Kind::Weight),
-            Layer::new("small", 30_000, Kind::Weight),
+            Layer::new("middle", 30_000, Kind::Weight),
+            Layer::new("small", 1_023, Kind::Weight),
             Layer::new("norm", 40_000, Kind::BiasOrNorm),
             Layer::new("out", 40_000, Kind::Output),
         ];
-        let sparse = |quantized| Choice::Sparse { selector: Selector::Carried, quantized };
-        let all = choices(&layers, &Config::default()).unwrap();
-        assert_eq!(all, [sparse(true), Choice::Dense, Choice::Dense, sparse(false)]);
+        let by = |selector, quantized| Choice::Sparse { selector, quantized };
+        let sparse = |quantized| by(Selector::Carried, quantized);
+        let (exact, coarse) = (Choice::Dense, Choice::DenseTwoBit);
+        let of = |config: &Config| choices(&layers, config).unwrap();
+        assert_eq!(of(&Config::default()), [sparse(true), sparse(true), coarse, coarse, sparse(false)]);
+        let limit = Config { dense_below: 128 << 10, ..Config::default() };
+        assert_eq!(of(&limit), [sparse(true), exact, coarse, coarse, sparse(false)]);
+        let plain = Config { rest: Rest::F32, ..Config::default() };
+        assert_eq!(of(&plain), [sparse(true), sparse(true), exact, exact, sparse(false)]);
+        let nothing = Config { dense_below: usize::MAX, ..Config::default() };
+        assert_eq!(of(&nothing), [exact; 5]);
+        let preset = Preset::Paper { recurrent: false };
+        let paper = Config { preset, dense_below: preset.dense_below(), ..Config::default() };
+        let trimmed = |quantized| by(Selector::Trimmed, quantized);
+        assert_eq!(of(&paper), [trimmed(true), exact, exact, exact, trimmed(false)]);
         let mut config = Config { method: Method::Sgd, ..Config::default() };
         assert!(choices(&layers, &config).unwrap().iter().all(|choice| *choice == Choice::Dense));
         config.method = Method::Rgc;

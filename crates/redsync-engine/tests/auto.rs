@@ -63,7 +63,7 @@ fn choices(configs: Vec<Config>) -> Vec<Result<Vec<Choice>, SyncError>> {
 }
 
 fn compressed(choices: &[Choice]) -> Vec<bool> {
-    choices.iter().map(|choice| *choice != Choice::Dense).collect()
+    choices.iter().map(|choice| matches!(choice, Choice::Sparse { .. })).collect()
 }
 
 const SLOW: Option<f64> = Some(1e-6);
@@ -71,7 +71,7 @@ const FAST: Option<f64> = Some(1e-12);
 
 #[test]
 fn a_slow_network_compresses_and_a_fast_one_does_not() {
-    for (beta, expected) in [(SLOW, [true, false, true]), (FAST, [false; 3]), (None, [true, false, false])] {
+    for (beta, expected) in [(SLOW, [true, false, true]), (FAST, [false; 3]), (None, [true, false, true])] {
         for rank in choices(vec![config(beta), config(beta)]) {
             assert_eq!(compressed(&rank.unwrap()), expected, "{beta:?}");
         }
@@ -86,7 +86,7 @@ fn rank_0_decides_for_all_ranks_that_measured_something_else_or_nothing() {
         }
     }
     for rank in choices(vec![config(None), config(FAST)]) {
-        assert_eq!(compressed(&rank.unwrap()), [true, false, false], "rank 0 has no figures");
+        assert_eq!(compressed(&rank.unwrap()), [true, false, true], "rank 0 has no figures");
     }
 }
 
@@ -98,7 +98,8 @@ fn choices_by_name_the_paper_and_sgd_need_no_figures() {
         Choice::Sparse { selector: redsync_core::Selector::Carried, quantized: true },
     );
     assert_eq!(compressed(choices(vec![named.clone(), named])[0].as_ref().unwrap()), [true, false, false]);
-    let paper = Config { preset: Preset::Paper { recurrent: false }, ..config(FAST) };
+    let preset = Preset::Paper { recurrent: false };
+    let paper = Config { preset, dense_below: preset.dense_below(), ..config(FAST) };
     assert_eq!(compressed(choices(vec![paper.clone(), paper])[0].as_ref().unwrap()), [true, false, false]);
     let sgd = Config { method: Method::Sgd, ..config(SLOW) };
     assert_eq!(compressed(choices(vec![sgd.clone(), sgd])[0].as_ref().unwrap()), [false; 3]);

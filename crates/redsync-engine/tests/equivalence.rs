@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{Replica, assert_close, config, dense_sgd, everything, layers, run};
+use common::{LR, Replica, assert_close, config, dense_sgd, everything, layers, run};
 use redsync_core::Momentum;
-use redsync_engine::{Config, Method, Preset, Update, WarmUp};
+use redsync_engine::{Choice, Config, Method, Preset, Rest, Update, WarmUp};
 
 const STEPS: u64 = 12;
 
@@ -130,6 +130,71 @@ fn a_ramp_stays_above_the_final_density() {
         for elements in [175, 70, 70, 70, 70] {
             replica.step().unwrap();
             assert_eq!(replica.sync.stats().layers[0].elements, elements);
+        }
+    });
+}
+
+/// Whatever was not sent waits: with what all ranks keep applied too, the weights are those of dense training, through every stage
+/// of a ramp and however values are rounded. Only masking throws something away.
+#[test]
+fn what_was_sent_and_what_is_kept_are_dense_sgd_together() {
+    const RAMP: u64 = 40;
+    for method in [Method::Rgc, Method::RgcAsq] {
+        for momentum in [Momentum::None, Momentum::Plain(0.9), Momentum::Nesterov(0.9)] {
+            for bf16 in [false, true] {
+                let warm_up = WarmUp::Ramp(RAMP);
+                let exact = config(method, 0.002);
+                let config = Config { momentum, warm_up, bf16, masking: false, rest: Rest::TwoBit, ..exact };
+                let expected = dense_sgd(&layers(), 3, RAMP + 5, momentum);
+                let all = run(3, move |_, comm| {
+                    let mut replica = Replica::new(config.clone(), comm).unwrap();
+                    assert_eq!(replica.sync.choices()[1], Choice::DenseTwoBit);
+                    (0..RAMP + 5).for_each(|_| replica.step().unwrap());
+                    let kept = replica.sync.capture(0, Vec::new()).unwrap().layers;
+                    (replica.weights, kept.into_iter().map(|layer| layer.v).collect::<Vec<_>>())
+                });
+                let mut weights = all[0].0.clone();
+                for (_, kept) in &all {
+                    for (w, v) in weights.iter_mut().flatten().zip(kept.iter().flatten()) {
+                        *w -= LR * v;
+                    }
+                }
+                assert_close(&weights, expected.last().unwrap(), &format!("{method:?} {momentum:?} {bf16}"));
+            }
+        }
+    }
+}
+
+/// While the density is high a value is one of four, of either sign, and no momentum is cleared; later it is one mean of one sign.
+#[test]
+fn a_ramp_has_values_of_their_own_until_few_are_sent() {
+    const RAMP: u64 = 40;
+    let config = Config {
+        warm_up: WarmUp::Ramp(RAMP),
+        momentum: Momentum::Plain(0.9),
+        rest: Rest::TwoBit,
+        ..config(Method::RgcAsq, 0.002)
+    };
+    run(2, move |_, comm| {
+        let mut replica = Replica::new(config.clone(), comm).unwrap();
+        for step in 0..RAMP + 4 {
+            replica.step().unwrap();
+            let Some(Update::Sparse(messages)) = replica.sync.update(0) else { panic!("not sparse") };
+            let coarse = step < 13;
+            for message in messages {
+                let mut values: Vec<u32> = message.iter().map(|(_, value)| value.to_bits()).collect();
+                values.sort_unstable();
+                values.dedup();
+                assert_eq!(message.mean().is_none(), coarse, "step {step}");
+                assert!(values.len() <= if coarse { 4 } else { 1 }, "step {step}: {values:?}");
+            }
+            let kept = replica.sync.capture(0, Vec::new()).unwrap().layers;
+            let cleared = kept[0].u.iter().filter(|u| **u == 0.0).count();
+            assert_eq!(cleared == 0, coarse, "step {step}");
+            // Every element of the rest travels at every step, and keeps its momentum.
+            let Some(Update::Sparse(rest)) = replica.sync.update(1) else { panic!("not sparse") };
+            assert!(rest.iter().all(|message| message.len() == 9));
+            assert!(kept[1].u.iter().all(|u| *u != 0.0));
         }
     });
 }

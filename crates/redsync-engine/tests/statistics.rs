@@ -4,8 +4,11 @@
 mod common;
 
 use common::{Replica, config, run};
+use redsync_core::wire::FRAME_HEADER;
 use redsync_core::{FrameWriter, IndexCode, Values};
-use redsync_engine::{Config, Kind, Layer, LayerStats, Method, Preset, StepStats, Update};
+use redsync_engine::{
+    Config, Kind, Layer, LayerStats, Method, Preset, Rest, StepStats, Traffic, Update, WarmUp,
+};
 
 const SIZE: usize = 300_000;
 const K: u64 = 300;
@@ -46,7 +49,11 @@ fn bytes_are_those_of_the_messages() {
         let all = measured(Config { preset, ..config(method, 0.001) }, values, indices);
         for (rank, (stats, encoded)) in all.iter().enumerate() {
             let sent: Vec<u64> = stats.layers.iter().map(|layer| layer.bytes_sent).collect();
-            assert_eq!(sent, [encoded[0], 200, encoded[1]], "{method:?}");
+            // The last layer is the first of the frame, and answers for its header.
+            assert_eq!(sent, [encoded[0], 200, encoded[1] + FRAME_HEADER as u64], "{method:?}");
+            let headers = |layer: usize| stats.layers[layer].header_bytes;
+            assert!((2..=4).contains(&headers(0)), "{method:?}: {}", headers(0));
+            assert_eq!((headers(1), headers(2)), (0, headers(0) + FRAME_HEADER as u64), "{method:?}");
             for layer in [0, 2] {
                 let others = all.iter().enumerate().filter(|(other, _)| *other != rank);
                 let received: u64 = others.map(|(_, (other, _))| other.layers[layer].bytes_sent).sum();
@@ -94,6 +101,38 @@ fn the_total_is_the_sum_and_times_are_finite() {
                     assert!(select_ms > 0.0 && exchange_ms > 0.0);
                 }
             }
+        });
+    }
+}
+
+#[test]
+fn the_traffic_of_a_run_is_that_of_its_steps_and_says_where_bytes_go() {
+    for (method, warm_up) in
+        [(Method::RgcAsq, WarmUp::Ramp(3)), (Method::Rgc, WarmUp::Dense(3)), (Method::Sgd, WarmUp::Dense(3))]
+    {
+        run(2, move |_, comm| {
+            let config = Config { warm_up, rest: Rest::TwoBit, ..config(method, 0.1) };
+            let mut replica = Replica::new(config, comm).unwrap();
+            let mut sum = Traffic::default();
+            for step in 0..6 {
+                replica.step().unwrap();
+                let stats = replica.sync.stats();
+                let (total, now) = (stats.total(), stats.traffic);
+                assert_eq!(now.sent(), total.bytes_sent);
+                assert_eq!(now.dense, 4 * (700 + 9 + 300 + 200));
+                let warm = step < 3 && method != Method::Sgd;
+                assert_eq!(now.warm_up, if warm { total.bytes_sent } else { 0 }, "step {step}");
+                match (warm, method) {
+                    (true, _) => assert_eq!((now.messages, now.rest, now.headers), (0, 0, 0)),
+                    (false, Method::Sgd) => {
+                        assert_eq!((now.messages, now.rest, now.headers), (0, now.dense, 0))
+                    }
+                    // Nine elements at two bits, with four levels.
+                    (false, _) => assert_eq!((now.rest, now.headers), (8 + 3, total.header_bytes)),
+                }
+                sum.add(&now);
+            }
+            assert_eq!(replica.sync.traffic(), sum);
         });
     }
 }

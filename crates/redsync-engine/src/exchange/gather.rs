@@ -6,7 +6,7 @@ use crate::pipeline::ms;
 use crate::plan::Sent;
 use redsync_comm::{Communicator, Gathered, Pending, Tag};
 use redsync_core::Sparse;
-use redsync_core::wire::Frame;
+use redsync_core::wire::{FRAME_HEADER, Frame};
 use std::time::Instant;
 
 /// The exchange by allgather.
@@ -49,6 +49,8 @@ fn decode(
         let bad_frame = |why| SyncError::Frame { rank, layers: names(layers, group), why };
         let frame = Frame::parse(bytes).map_err(bad_frame)?;
         frame.expect(step, rank as u32, group.layers.len() as u16, plan).map_err(bad_frame)?;
+        // The first layer answers for the header of the frame, as it does where it is sent.
+        let mut header = FRAME_HEADER;
         for (at, message) in frame.messages().enumerate() {
             let (begin, message) = (Instant::now(), message.map_err(bad_frame)?);
             let (number, layer) = (group.layers[at], &layers[group.layers[at]]);
@@ -61,7 +63,7 @@ fn decode(
             })?;
             stats[at].decode_ms += ms(begin);
             if rank != about.rank {
-                stats[at].bytes_received += message.byte_len() as u64;
+                stats[at].bytes_received += (message.byte_len() + std::mem::take(&mut header)) as u64;
             }
         }
     }
