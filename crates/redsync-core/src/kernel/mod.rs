@@ -6,8 +6,10 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod walk;
 
 use crate::phase::Lens;
@@ -28,11 +30,19 @@ pub enum Level {
     Avx2,
     /// AVX-512 F, on x86-64 machines that have it.
     Avx512,
+    /// NEON, on 64-bit ARM machines.
+    Neon,
+}
+
+impl std::fmt::Display for Level {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 impl Level {
-    /// All levels, each better than the one before.
-    pub const ALL: [Level; 3] = [Level::Portable, Level::Avx2, Level::Avx512];
+    /// All levels, those of one machine from the worst to the best.
+    pub const ALL: [Level; 4] = [Level::Portable, Level::Avx2, Level::Avx512, Level::Neon];
 
     /// The best level of the machine that runs this.
     pub fn best() -> Self {
@@ -47,7 +57,8 @@ impl Level {
             Level::Avx2 => std::arch::is_x86_feature_detected!("avx2"),
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => avx512::is_here(),
-            #[allow(unreachable_patterns)]
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => true,
             _ => false,
         }
     }
@@ -58,6 +69,7 @@ impl Level {
             Level::Portable => "portable",
             Level::Avx2 => "avx2",
             Level::Avx512 => "avx512",
+            Level::Neon => "neon",
         }
     }
 }
@@ -172,6 +184,8 @@ fn pass_as<const KIND: u8, const STATS: bool>(
         Level::Avx2 => avx2::pass::<KIND, STATS>(plan, floor, slices, found),
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => avx512::pass::<KIND, STATS>(plan, floor, slices, found),
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => neon::pass::<KIND, STATS>(plan, floor, slices, found),
         _ => portable::pass::<KIND, STATS>(plan, floor, slices, found),
     }
 }
@@ -183,6 +197,8 @@ pub(crate) fn scan(level: Level, lens: Lens, floor: f32, v: &[f32], base: u32, f
         Level::Avx2 => avx2::scan(lens, floor, v, base, found),
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => avx512::scan(lens, floor, v, base, found),
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => neon::scan(lens, floor, v, base, found),
         _ => portable::scan(lens, floor, v, base, found),
     }
 }
@@ -194,6 +210,8 @@ pub fn add_assign(level: Level, v: &mut [f32], g: &[f32]) {
         Level::Avx2 => avx2::add_assign(v, g),
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => avx512::add_assign(v, g),
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => neon::add_assign(v, g),
         _ => portable::add_assign(v, g),
     }
 }
