@@ -20,6 +20,9 @@ const MOVE_EVERY: u64 = 3;
 pub struct Select {
     #[command(flatten)]
     common: Common,
+    /// Instructions of the passes: portable, avx2, avx512 or neon; the best of this machine if none are given
+    #[arg(long, value_parser = parse_level)]
+    level: Option<Level>,
 }
 
 #[derive(Debug, Serialize)]
@@ -28,6 +31,7 @@ struct Report {
     k: usize,
     density: f64,
     threads: u16,
+    level: &'static str,
     dist: Dist,
     rows: Vec<Row>,
 }
@@ -86,10 +90,10 @@ impl Contestant {
         Ok(())
     }
 
-    fn step(&mut self, step: u64, gradient: &[f32], k: usize) -> Result<Outcome> {
+    fn step(&mut self, step: u64, gradient: &[f32], k: usize, level: Level) -> Result<Outcome> {
         match self {
             Contestant::Accumulate(v) => {
-                let (ms, ()) = time_ms(|| add_assign(Level::best(), v, gradient));
+                let (ms, ()) = time_ms(|| add_assign(level, v, gradient));
                 Ok(Outcome { ms, selected: 0, exact: false })
             }
             Contestant::Selector(compressor, workspace) => {
@@ -105,7 +109,7 @@ impl Contestant {
             }
             Contestant::StdSelectNth { v } => {
                 let (ms, least) = time_ms(|| {
-                    add_assign(Level::best(), v, gradient);
+                    add_assign(level, v, gradient);
                     let mut magnitudes: Vec<f32> = v.iter().map(|v| v.abs()).collect();
                     kth_largest(&mut magnitudes, k)
                 });
@@ -113,7 +117,7 @@ impl Contestant {
             }
             Contestant::StdSelectNthReuse { v, magnitudes } => {
                 let (ms, least) = time_ms(|| {
-                    add_assign(Level::best(), v, gradient);
+                    add_assign(level, v, gradient);
                     for (magnitude, v) in magnitudes.iter_mut().zip(v.iter()) {
                         *magnitude = v.abs();
                     }
@@ -157,13 +161,27 @@ fn is_top_k(chosen: &Sparse, rest: &[f32], k: usize) -> bool {
     }
 }
 
+/// A level by its name, if this machine has it.
+fn parse_level(name: &str) -> Result<Level, String> {
+    let here = || Level::ALL.into_iter().filter(|level| level.is_here());
+    here().find(|level| level.name() == name).ok_or_else(|| {
+        let names: Vec<&str> = here().map(Level::name).collect();
+        format!("this machine has {}", names.join(", "))
+    })
+}
+
 impl Select {
+    fn level(&self) -> Level {
+        self.level.unwrap_or_else(Level::best)
+    }
+
     pub fn run(self) -> Result<()> {
         let rows = self.common.in_pool(|| self.measure())?;
         let Common { n, density, threads, dist, json, .. } = self.common;
         let k = self.common.k();
         if json {
-            return print_json(&Report { n, k, density: density.fraction(), threads, dist, rows });
+            let level = self.level().name();
+            return print_json(&Report { n, k, density: density.fraction(), threads, level, dist, rows });
         }
         let pass = rows.first().map_or(1.0, |row| row.median_ms);
         let slowest = rows.last().map_or(1.0, |row| row.median_ms);
@@ -188,7 +206,7 @@ impl Select {
                 .to_string(),
             ]);
         }
-        crate::say!("{}\n{out}", self.common.describe());
+        crate::say!("{}, {}\n{out}", self.common.describe(), self.level());
         crate::say!(
             "A time includes the accumulation; passes: the time as a multiple of accumulate (v += g) alone."
         );
@@ -197,12 +215,13 @@ impl Select {
 
     fn measure(&self) -> Result<Vec<Row>> {
         let Common { n, density, threads, dist, steps, seed, .. } = self.common;
-        let k = self.common.k();
+        let (k, level) = (self.common.k(), self.level());
         let mut contestants = vec![Contestant::Accumulate(Field::zeros(n))];
         for selector in Selector::ALL {
             let compressor =
                 Compressor::new(0, "bench", n, Config { density, selector, ..Config::default() })?;
-            contestants.push(Contestant::Selector(Box::new(compressor), Workspace::new(threads.into())));
+            let workspace = Workspace::with_level(threads.into(), level);
+            contestants.push(Contestant::Selector(Box::new(compressor), workspace));
         }
         contestants.push(Contestant::StdSelectNthReuse { v: Field::zeros(n), magnitudes: Field::zeros(n) });
         contestants.push(Contestant::StdSelectNth { v: Field::zeros(n) });
@@ -229,7 +248,7 @@ impl Select {
             }
             for at in order.iter().copied() {
                 equal_caches(&gradient);
-                let outcome = contestants[at].step(step, &gradient, k)?;
+                let outcome = contestants[at].step(step, &gradient, k, level)?;
                 if step >= WARM_UP {
                     let (row, times) = &mut rows[at];
                     times.push(outcome.ms);

@@ -1,10 +1,16 @@
 //! The inner loops: one pass over memory each, over slices of at most [`CHUNK`] elements.
 //! Comes in: slices of gradient, u and v. Goes out: the next u and v, and the keys of elements above a floor.
-//! What must hold: every level gives the same bits; `unsafe` lives in `avx2` only.
+//! What must hold: every level gives the same bits; `unsafe` lives in `walk` and the rooms of the machines only.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod walk;
 
 use crate::phase::Lens;
 
@@ -22,16 +28,49 @@ pub enum Level {
     Portable,
     /// AVX2, on x86-64 machines that have it.
     Avx2,
+    /// AVX-512 F, on x86-64 machines that have it.
+    Avx512,
+    /// NEON, on 64-bit ARM machines.
+    Neon,
+}
+
+impl std::fmt::Display for Level {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 impl Level {
+    /// All levels, those of one machine from the worst to the best.
+    pub const ALL: [Level; 4] = [Level::Portable, Level::Avx2, Level::Avx512, Level::Neon];
+
     /// The best level of the machine that runs this.
     pub fn best() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if std::arch::is_x86_feature_detected!("avx2") {
-            return Level::Avx2;
+        Self::ALL.into_iter().rev().find(|level| level.is_here()).unwrap_or(Level::Portable)
+    }
+
+    /// Whether the machine that runs this has it.
+    pub fn is_here(self) -> bool {
+        match self {
+            Level::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => std::arch::is_x86_feature_detected!("avx2"),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => avx512::is_here(),
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => true,
+            _ => false,
         }
-        Level::Portable
+    }
+
+    /// The name by which it is asked for.
+    pub fn name(self) -> &'static str {
+        match self {
+            Level::Portable => "portable",
+            Level::Avx2 => "avx2",
+            Level::Avx512 => "avx512",
+            Level::Neon => "neon",
+        }
     }
 }
 
@@ -91,7 +130,7 @@ pub(crate) struct Slices<'a> {
 /// after every chunk it would cost half as much as the pass itself.
 pub(crate) fn fence(level: Level) {
     #[cfg(target_arch = "x86_64")]
-    if level == Level::Avx2 {
+    if level != Level::Portable {
         avx2::fence();
     }
     #[cfg(not(target_arch = "x86_64"))]
@@ -143,6 +182,10 @@ fn pass_as<const KIND: u8, const STATS: bool>(
     match plan.level {
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => avx2::pass::<KIND, STATS>(plan, floor, slices, found),
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => avx512::pass::<KIND, STATS>(plan, floor, slices, found),
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => neon::pass::<KIND, STATS>(plan, floor, slices, found),
         _ => portable::pass::<KIND, STATS>(plan, floor, slices, found),
     }
 }
@@ -152,6 +195,10 @@ pub(crate) fn scan(level: Level, lens: Lens, floor: f32, v: &[f32], base: u32, f
     match level {
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => avx2::scan(lens, floor, v, base, found),
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => avx512::scan(lens, floor, v, base, found),
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => neon::scan(lens, floor, v, base, found),
         _ => portable::scan(lens, floor, v, base, found),
     }
 }
@@ -161,6 +208,10 @@ pub fn add_assign(level: Level, v: &mut [f32], g: &[f32]) {
     match level {
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => avx2::add_assign(v, g),
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => avx512::add_assign(v, g),
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => neon::add_assign(v, g),
         _ => portable::add_assign(v, g),
     }
 }
@@ -208,6 +259,11 @@ mod tests {
         }
         assert!(Key::new(-2.0, 9) > Key::new(1.0, 0));
         assert!(Key::new(-1.0, 3) > Key::new(1.0, 4));
+    }
+
+    /// The levels of this machine.
+    fn here() -> impl Iterator<Item = Level> {
+        Level::ALL.into_iter().filter(|level| level.is_here())
     }
 
     fn rules() -> impl Strategy<Value = Rule> {
@@ -282,10 +338,10 @@ mod tests {
                 ] {
                     let plan = |level| Plan { level, rule, scale: 0.3, lens: phase.lens(), stats };
                     let portable = run(&plan(Level::Portable), save, 900.0, &g, &u, &v);
-                    assert!(
-                        portable == run(&plan(Level::best()), save, 900.0, &g, &u, &v),
-                        "{n} {rule:?} {phase:?}"
-                    );
+                    for level in here() {
+                        let result = run(&plan(level), save, 900.0, &g, &u, &v);
+                        assert!(portable == result, "{level:?} {n} {rule:?} {phase:?}");
+                    }
                 }
             }
         }
@@ -300,7 +356,9 @@ mod tests {
         ) {
             let plan = |level| Plan { level, rule, scale, lens: phase.lens(), stats };
             let portable = run(&plan(Level::Portable), save, floor, &g, &u, &v);
-            prop_assert_eq!(portable, run(&plan(Level::best()), save, floor, &g, &u, &v));
+            for level in here() {
+                prop_assert_eq!(&portable, &run(&plan(level), save, floor, &g, &u, &v), "{:?}", level);
+            }
         }
 
         #[test]
@@ -336,7 +394,7 @@ mod tests {
                 (values(), values())
             })
         ) {
-            for level in [Level::Portable, Level::best()] {
+            for level in here() {
                 let mut sum = v.clone();
                 add_assign(level, &mut sum, &g);
                 prop_assert!(sum.iter().zip(v.iter().zip(&g)).all(|(s, (v, g))| *s == v + g));

@@ -1,0 +1,332 @@
+//! The loops for vector registers of any machine.
+//! Comes in: slices of at most a chunk, and a token of [`Registers`], which exists only where the machine has them. Goes out:
+//! what the loops in `portable` give, bit by bit. What must hold: callers are compiled for the machine of their token, and
+//! everything here is inlined into them.
+//!
+//! The passes are bound by memory, and the fewer instructions they need per byte, the further ahead of memory they run.
+//! So the loop has no branch that depends on data, and per vector only two operations besides the rule: a running maximum
+//! of the magnitudes as integers, which shows both whether a block has a candidate and whether a value is not finite.
+#![allow(unsafe_code)]
+
+use super::portable::{self, StatLanes};
+use super::{BLOCK, CHUNK, Key, MOMENTUM, Outcome, PLAIN, Plan, Slices};
+use crate::phase::Lens;
+
+/// Blocks whose hits are looked at together, one bit in a word for each.
+const GROUP: usize = u64::BITS as usize;
+
+/// Magnitudes from here on, as integers, are those of infinity and NaN.
+const NOT_FINITE: u32 = 0x7f80_0000;
+
+/// The vector registers of a machine, and what the loops do with them: the same operations on all lanes, none of them fused.
+/// A value of this type is proof that the machine has them.
+pub(super) trait Registers: Copy {
+    /// Floats in a register; divides [`BLOCK`] and is at most 64.
+    const LANES: usize;
+    /// A register of floats.
+    type Floats: Copy;
+    /// A register of integers with sign, 32 bits each.
+    type Bits: Copy;
+    /// Statistics under way.
+    type Stats: Copy;
+
+    /// The same float in all lanes.
+    fn floats(self, x: f32) -> Self::Floats;
+    /// The same bits in all lanes.
+    fn bits(self, x: u32) -> Self::Bits;
+    /// The bits of floats.
+    fn to_bits(self, x: Self::Floats) -> Self::Bits;
+    /// # Safety
+    /// All lanes must be readable.
+    unsafe fn load(self, from: *const f32) -> Self::Floats;
+    /// # Safety
+    /// All lanes must be writable.
+    unsafe fn store(self, to: *mut f32, x: Self::Floats);
+    /// Writes around the cache, where the machine can; `super::fence` makes it visible to others.
+    ///
+    /// # Safety
+    /// All lanes must be writable, and the place aligned to the size of a register.
+    unsafe fn stream(self, to: *mut f32, x: Self::Floats);
+    /// Sums.
+    fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// Products.
+    fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// x & keep ^ flip, as bits.
+    fn see(self, x: Self::Floats, keep: Self::Bits, flip: Self::Bits) -> Self::Floats;
+    /// Magnitudes.
+    fn abs(self, x: Self::Floats) -> Self::Floats;
+    /// The larger ones, as integers with sign.
+    fn larger(self, a: Self::Bits, b: Self::Bits) -> Self::Bits;
+    /// Whether a lane of `x` is greater, as an integer with sign.
+    fn any_above(self, x: Self::Bits, floor: Self::Bits) -> bool;
+    /// A bit for each lane that is greater, as a float.
+    fn above(self, x: Self::Floats, floor: Self::Floats) -> u64;
+    /// Statistics of nothing.
+    fn no_stats(self) -> Self::Stats;
+    /// Adds elements as a lens shows them, in the order and the lanes of `portable`.
+    fn add_stats(self, stats: Self::Stats, seen: Self::Floats) -> Self::Stats;
+    /// Statistics as `portable` has them.
+    fn stat_lanes(self, stats: Self::Stats) -> StatLanes;
+}
+
+/// The pass of [`super::pass`].
+///
+/// # Panics
+/// If the slices that KIND and saving use are not of one length, at most a chunk, or saved ones not aligned to a register.
+#[inline(always)]
+pub(super) fn pass<R: Registers, const KIND: u8, const STATS: bool>(
+    registers: R,
+    plan: &Plan,
+    floor: f32,
+    slices: Slices<'_>,
+    found: &mut Vec<Key>,
+) -> Outcome {
+    let (n, save) = (slices.v.len(), !slices.saved_v.is_empty());
+    assert!(n <= CHUNK && slices.gradient.len() == n, "slices of one pass differ");
+    assert!(KIND == PLAIN || slices.u.len() == n, "slices of one pass differ");
+    // SAFETY: the lengths agree, and saved slices are aligned, all checked here.
+    unsafe {
+        if save {
+            let fits = |s: &[f32]| s.len() == n && s.as_ptr().addr().is_multiple_of(4 * R::LANES);
+            assert!(
+                fits(slices.saved_v) && (KIND == PLAIN || fits(slices.saved_u)),
+                "saved slices do not fit"
+            );
+            pass_lanes::<R, KIND, STATS, true>(registers, plan, floor, slices, found)
+        } else {
+            pass_lanes::<R, KIND, STATS, false>(registers, plan, floor, slices, found)
+        }
+    }
+}
+
+/// # Safety
+/// All slices that KIND uses must be as long as `slices.v`, at most a chunk; with SAVE also the saved ones, which must be
+/// aligned to the size of a register.
+#[inline(always)]
+unsafe fn pass_lanes<R: Registers, const KIND: u8, const STATS: bool, const SAVE: bool>(
+    registers: R,
+    plan: &Plan,
+    floor: f32,
+    slices: Slices<'_>,
+    found: &mut Vec<Key>,
+) -> Outcome {
+    let n = slices.v.len();
+    let blocks = n / BLOCK;
+    let v = slices.v.as_mut_ptr();
+    let mut walk = Walk {
+        registers,
+        gradient: slices.gradient.as_ptr(),
+        u: slices.u.as_mut_ptr(),
+        v,
+        saved_u: slices.saved_u.as_mut_ptr(),
+        saved_v: slices.saved_v.as_mut_ptr(),
+        keep: registers.bits(plan.lens.keep),
+        flip: registers.bits(plan.lens.flip),
+        scale: registers.floats(plan.scale),
+        coefficient: registers.floats(plan.rule.coefficient()),
+        floor: registers.bits(floor.to_bits()),
+        largest: registers.bits(0),
+        stats: registers.no_stats(),
+    };
+    let mut first = 0;
+    while first < blocks {
+        let left = blocks - first;
+        // The sums of statistics depend on the order of the blocks.
+        let two = !STATS && left >= 2 * GROUP;
+        // SAFETY: the blocks are among `blocks`, which lie within every slice that KIND and SAVE use; alignment as promised.
+        let hits = unsafe {
+            match two {
+                true => walk.two_groups::<KIND, STATS, SAVE>(first),
+                false => [walk.group::<KIND, STATS, SAVE>(first, left.min(GROUP)), 0],
+            }
+        };
+        // SAFETY: v has n elements, and nobody writes while these are read. From the pointer, since a new borrow of the slice would
+        // end its right to write on.
+        let written = unsafe { std::slice::from_raw_parts(v.cast_const(), n) };
+        for hits in &hits[..if two { 2 } else { 1 }] {
+            push_hits(
+                registers,
+                plan.lens,
+                floor,
+                &written[first * BLOCK..],
+                slices.base + (first * BLOCK) as u32,
+                *hits,
+                found,
+            );
+            first += left.min(GROUP);
+        }
+    }
+    let finite = !registers.any_above(walk.largest, registers.bits(NOT_FINITE - 1));
+    let lanes = registers.stat_lanes(walk.stats);
+    let mut outcome = portable::pass_from::<KIND, STATS>(blocks * BLOCK, lanes, plan, floor, slices, found);
+    outcome.finite &= finite;
+    outcome
+}
+
+/// What an accumulating pass reads and writes, and what it knows so far.
+struct Walk<R: Registers> {
+    registers: R,
+    gradient: *const f32,
+    u: *mut f32,
+    v: *mut f32,
+    saved_u: *mut f32,
+    saved_v: *mut f32,
+    keep: R::Bits,
+    flip: R::Bits,
+    scale: R::Floats,
+    coefficient: R::Floats,
+    floor: R::Bits,
+    largest: R::Bits,
+    stats: R::Stats,
+}
+
+impl<R: Registers> Walk<R> {
+    /// Runs the rule over `rows` blocks, at most a group. Returns a bit for each that may have a candidate.
+    ///
+    /// # Safety
+    /// As for `block`, for all of them.
+    #[inline(always)]
+    unsafe fn group<const KIND: u8, const STATS: bool, const SAVE: bool>(
+        &mut self,
+        first: usize,
+        rows: usize,
+    ) -> u64 {
+        let mut hits = 0;
+        for row in 0..rows {
+            // SAFETY: as promised.
+            hits |= unsafe { self.block::<KIND, STATS, SAVE>(first + row) } << row;
+        }
+        hits
+    }
+
+    /// The same for two whole groups side by side. Prefetching by the machine ends at every page, and begins anew only after some
+    /// misses; two places keep memory busy then, which saves 0.05 of a plain pass. Eight take a third longer: equal places
+    /// of pages share a few lines of the nearest cache, and there are up to three slices.
+    ///
+    /// # Safety
+    /// As for `block`, for all of them.
+    #[inline(always)]
+    unsafe fn two_groups<const KIND: u8, const STATS: bool, const SAVE: bool>(
+        &mut self,
+        first: usize,
+    ) -> [u64; 2] {
+        let mut hits = [0; 2];
+        for row in 0..GROUP {
+            // SAFETY: as promised.
+            unsafe {
+                hits[0] |= self.block::<KIND, STATS, SAVE>(first + row) << row;
+                hits[1] |= self.block::<KIND, STATS, SAVE>(first + GROUP + row) << row;
+            }
+        }
+        hits
+    }
+
+    /// Runs the rule over one block. Returns 1 if it may have a candidate, or else 0.
+    ///
+    /// # Safety
+    /// The block must lie within every slice that KIND and SAVE use; the saved ones must be aligned to the size of a register.
+    #[inline(always)]
+    unsafe fn block<const KIND: u8, const STATS: bool, const SAVE: bool>(&mut self, block: usize) -> u64 {
+        let r = self.registers;
+        let mut largest = r.bits(0);
+        for j in 0..BLOCK / R::LANES {
+            let at = block * BLOCK + R::LANES * j;
+            // SAFETY: at + LANES is not beyond the end of the block.
+            let value = unsafe {
+                let g = r.mul(r.load(self.gradient.add(at)), self.scale);
+                let step = if KIND == PLAIN {
+                    g
+                } else {
+                    let old = r.load(self.u.add(at));
+                    if SAVE {
+                        r.stream(self.saved_u.add(at), old);
+                    }
+                    let next = if KIND == MOMENTUM {
+                        r.add(r.mul(self.coefficient, old), g)
+                    } else {
+                        r.mul(self.coefficient, r.add(old, g))
+                    };
+                    r.store(self.u.add(at), next);
+                    if KIND == MOMENTUM { next } else { r.add(next, g) }
+                };
+                let old = r.load(self.v.add(at));
+                if SAVE {
+                    r.stream(self.saved_v.add(at), old);
+                }
+                let next = r.add(old, step);
+                r.store(self.v.add(at), next);
+                next
+            };
+            largest = r.larger(largest, r.to_bits(r.abs(value)));
+            if STATS {
+                self.stats = r.add_stats(self.stats, r.see(value, self.keep, self.flip));
+            }
+        }
+        self.largest = r.larger(self.largest, largest);
+        u64::from(r.any_above(largest, self.floor))
+    }
+}
+
+/// The scan of [`super::scan`].
+///
+/// # Panics
+/// If there is more than a chunk.
+#[inline(always)]
+pub(super) fn scan<R: Registers>(r: R, lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec<Key>) {
+    assert!(v.len() <= CHUNK, "a pass takes at most a chunk");
+    let (rows, tail) = v.as_chunks::<BLOCK>();
+    let (keep, flip, floor_bits) = (r.bits(lens.keep), r.bits(lens.flip), r.bits(floor.to_bits()));
+    for (group, rows) in rows.chunks(GROUP).enumerate() {
+        let mut hits = 0u64;
+        for (block, row) in rows.iter().enumerate() {
+            let mut largest = r.bits(0);
+            for part in row.chunks_exact(R::LANES) {
+                // SAFETY: a part has LANES elements.
+                let value = unsafe { r.load(part.as_ptr()) };
+                largest = r.larger(largest, r.to_bits(r.see(value, keep, flip)));
+            }
+            hits |= u64::from(r.any_above(largest, floor_bits)) << block;
+        }
+        let at = group * GROUP * BLOCK;
+        push_hits(r, lens, floor, &v[at..], base + at as u32, hits, found);
+    }
+    portable::scan(lens, floor, tail, base + (v.len() - tail.len()) as u32, found);
+}
+
+/// Looks again at the blocks with a hit, one bit each from the first of v on, and appends their candidates, in order. `base` is
+/// the index of the first element of v.
+#[inline(always)]
+fn push_hits<R: Registers>(
+    r: R,
+    lens: Lens,
+    floor: f32,
+    v: &[f32],
+    base: u32,
+    mut hits: u64,
+    found: &mut Vec<Key>,
+) {
+    // Room for all there can be, so that the loop need not look whether there is some.
+    found.reserve(hits.count_ones() as usize * BLOCK);
+    let (rows, _) = v.as_chunks::<BLOCK>();
+    let (keep, flip, floor) = (r.bits(lens.keep), r.bits(lens.flip), r.floats(floor));
+    let (room, mut count) = (found.spare_capacity_mut(), 0);
+    while hits != 0 {
+        let block = hits.trailing_zeros() as usize;
+        let row = &rows[block];
+        let mut above = 0u64;
+        for (j, part) in row.chunks_exact(R::LANES).enumerate() {
+            // SAFETY: a part has LANES elements.
+            let value = unsafe { r.load(part.as_ptr()) };
+            above |= r.above(r.see(value, keep, flip), floor) << (R::LANES * j);
+        }
+        while above != 0 {
+            let i = above.trailing_zeros() as usize;
+            room[count].write(Key::new(row[i], base + (block * BLOCK + i) as u32));
+            count += 1;
+            above &= above - 1;
+        }
+        hits &= hits - 1;
+    }
+    // SAFETY: there was room for them, and the first `count` places of it were written.
+    unsafe { found.set_len(found.len() + count) };
+}
