@@ -268,7 +268,8 @@ pub struct Config {
     pub momentum: Momentum,
     /// Clear the momentum of what was sent.
     pub masking: bool,
-    /// Send values that are not quantized as bf16.
+    /// Send values that are not quantized as bf16, the rounding error kept; with the preset `paper` and the method `rgc-naive` they
+    /// are f32 in any case.
     pub bf16: bool,
     /// The largest norm of all gradients together. They are then clipped before they are accumulated, so the first waits for the
     /// last, and compression overlaps with exchange only. None: each is compressed as soon as it is there.
@@ -306,7 +307,7 @@ impl Default for Config {
             warm_up: WarmUp::None,
             momentum: Momentum::None,
             masking: true,
-            bf16: false,
+            bf16: true,
             clip: None,
             undo: false,
             deadline: Duration::from_secs(60),

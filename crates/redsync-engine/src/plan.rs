@@ -132,8 +132,8 @@ impl Sent {
                 values: match (quantized, config.bf16) {
                     _ if coarse => Values::TwoBit,
                     (true, _) => Values::Asq,
-                    (false, true) => Values::Bf16,
-                    (false, false) => Values::F32,
+                    (false, true) if !plain => Values::Bf16,
+                    (false, _) => Values::F32,
                 },
                 masking: config.masking && !coarse,
             }),
