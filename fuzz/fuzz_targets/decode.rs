@@ -9,7 +9,7 @@ use redsync_core::{FrameWriter, IndexCode, Phase, Sparse, Values, Workspace, app
 
 const PHASES: [Phase; 3] = [Phase::Both, Phase::Positive, Phase::Negative];
 const INDICES: [IndexCode; 3] = [IndexCode::Plain, IndexCode::Rice, IndexCode::Every];
-const VALUES: [Values; 4] = [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit];
+const VALUES: [Values; 5] = [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit, Values::EightBit];
 
 fuzz_target!(|input: &[u8]| {
     let Some((head, bytes)) = input.split_first_chunk::<5>() else { return };
@@ -37,7 +37,7 @@ fn shape([a, b, c, d, codes]: [u8; 5]) -> Shape {
         n: u32::from_le_bytes([a, b, c, d]),
         phase: PHASES[codes % 3],
         indices: INDICES[codes / 3 % 3],
-        values: VALUES[codes / 9 % 4],
+        values: VALUES[codes / 9 % 5],
     }
 }
 

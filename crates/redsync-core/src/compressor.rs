@@ -6,7 +6,7 @@ use crate::error::{Bad, ConfigError, LayerError, Unfit};
 use crate::gradient::Gradient;
 use crate::kernel::Key;
 use crate::phase::Phase;
-use crate::quantize::{Values, asq, round, two_bit};
+use crate::quantize::{Values, asq, eight_bit, multiple, round, two_bit};
 use crate::residual::{Momentum, Residual};
 use crate::select::{Memory, Selector};
 use crate::sparse::Sparse;
@@ -306,6 +306,13 @@ impl Compressor {
                 message.values.extend(keys.iter().map(|key| round(key.value()).to_f32()));
                 let rest = |value: f32| value - round(value).to_f32();
                 self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
+            }
+            Values::EightBit => {
+                let scale = eight_bit(keys.iter().map(|key| key.value()));
+                let near = |value: f32| scale * f32::from(multiple(value, scale));
+                message.values.extend(keys.iter().map(|key| near(key.value())));
+                message.scale = Some(scale);
+                self.residual.remove(each.map(|(index, value)| (index, value - near(value))), masking);
             }
             Values::TwoBit => {
                 let levels = two_bit(keys.iter().map(|key| key.value()));

@@ -1,4 +1,4 @@
-//! Values as they are sent: f32, rounded to bf16, one of four levels, or one mean for all (Alternating Signs
+//! Values as they are sent: f32, rounded to bf16 or to eight bits, one of four levels, or one mean for all (Alternating Signs
 //! Quantization).
 //! Comes in: the chosen elements. Goes out: values for the wire, and what stays in the residual. What must hold: sent plus
 //! rest is what was there, except where the error is dropped on purpose.
@@ -23,6 +23,8 @@ pub enum Values {
     /// Two bits each, which choose among four levels: the means of small and large elements of either sign. The
     /// difference between each element and its level stays in the residual.
     TwoBit,
+    /// Eight bits each: a whole multiple, -127 to 127, of a 127th of the largest. The difference stays in the residual.
+    EightBit,
 }
 
 impl Values {
@@ -86,6 +88,19 @@ pub(crate) fn two_bit(values: impl Iterator<Item = f32> + Clone) -> Levels {
     }
     let level = |i: usize| round((sums[i] / counts[i].max(1) as f64) as f32).to_f32();
     Levels { boundary, levels: std::array::from_fn(level) }
+}
+
+/// The scale of which all values are multiples, -127 to 127, once they are rounded: a 127th of the largest.
+pub(crate) fn eight_bit(values: impl Iterator<Item = f32>) -> f32 {
+    let scale = values.fold(0f32, |most, value| most.max(value.abs())) / 127.0;
+    // The rounded quotient may be a hair too large.
+    if (127.0 * scale).is_finite() { scale } else { scale.next_down() }
+}
+
+/// The multiple of a scale that is nearest to a value, of which the scale is one of [`eight_bit`].
+pub(crate) fn multiple(value: f32, scale: f32) -> i8 {
+    // Nothing is a multiple of zero but zero; the cast keeps to the range of an i8.
+    if scale == 0.0 { 0 } else { ((value / scale).round() as i8).max(-127) }
 }
 
 /// Rounds to bf16; a finite value stays finite.

@@ -51,6 +51,8 @@ pub struct Sparse {
     pub(crate) mean: Option<f32>,
     /// If the values were quantized to four levels, these: each value has the bits of one of them.
     pub(crate) levels: Option<[f32; 4]>,
+    /// If they were rounded to multiples of a scale, that.
+    pub(crate) scale: Option<f32>,
     pub(crate) phase: Option<Phase>,
 }
 
@@ -78,7 +80,7 @@ impl Sparse {
         }
         match first_bad_value(&values) {
             Some(position) => Err(SparseError::Value { position }),
-            None => Ok(Sparse { n, indices, values, mean: None, levels: None, phase: None }),
+            None => Ok(Sparse { n, indices, values, mean: None, levels: None, scale: None, phase: None }),
         }
     }
 
@@ -133,6 +135,7 @@ impl Sparse {
     pub fn reset(&mut self, n: u32, phase: Phase) {
         self.indices.clear();
         self.values.clear();
-        (self.n, self.mean, self.levels, self.phase) = (n, None, None, Some(phase));
+        (self.n, self.mean, self.phase) = (n, None, Some(phase));
+        (self.levels, self.scale) = (None, None);
     }
 }

@@ -66,7 +66,7 @@ fn the_steady_state_allocates_nothing() {
         })
         .collect();
     for selector in Selector::ALL {
-        for values in [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit] {
+        for values in [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit, Values::EightBit] {
             if selector == Selector::Sampled && values == Values::Asq {
                 continue;
             }

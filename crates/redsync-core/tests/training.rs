@@ -106,7 +106,7 @@ proptest! {
     #[test]
     fn sent_plus_rest_is_what_came_in(
         (_, steps) in runs(), fraction in 0.01f64..1.0,
-        values in prop_oneof![Just(Values::F32), Just(Values::Bf16), Just(Values::Asq), Just(Values::TwoBit)],
+        values in prop_oneof![Just(Values::F32), Just(Values::Bf16), Just(Values::Asq), Just(Values::TwoBit), Just(Values::EightBit)],
         selector in prop_oneof![Just(Selector::Exact), Just(Selector::Trimmed), Just(Selector::Carried)],
     ) {
         let n = steps[0][0].len();
@@ -171,6 +171,19 @@ fn what_four_levels_leave_over_stays_in_v() {
     // The mean magnitude is 3.05.
     assert_eq!(sent.iter().collect::<Vec<_>>(), [(0, 2.0), (1, 2.0), (3, -9.0), (4, 2.0), (5, -0.25)]);
     assert_eq!(layer.residual().v(), [-1.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
+}
+
+/// All of a layer at eight bits, zeros included: the nearest of 255 values, and the difference is kept.
+#[test]
+fn what_eight_bits_leave_over_stays_in_v() {
+    let g = [127.0f32, 1.4, 0.0, -127.0, -0.25];
+    let config = Config { values: Values::EightBit, indices: IndexCode::Every, ..Config::default() };
+    let mut layer = Compressor::new(0, "l", 5, config).unwrap();
+    let sent = send(&mut layer, 0, &g, 1.0, &mut Workspace::new(1));
+    assert_eq!(sent.iter().collect::<Vec<_>>(), [(0, 127.0), (1, 1.0), (2, 0.0), (3, -127.0), (4, 0.0)]);
+    assert_eq!(layer.residual().v(), [0.0, 1.4 - 1.0, 0.0, 0.0, -0.25]);
+    let config = Config { values: Values::Asq, ..config };
+    assert_eq!(Compressor::new(0, "l", 5, config).unwrap_err(), ConfigError::EveryQuantized);
 }
 
 /// Local decay is as strong as decay inside dense momentum SGD.

@@ -13,7 +13,7 @@ use redsync_core::{
 
 const N: usize = 300;
 const PLAN: u64 = 0x0123_4567_89ab_cdef;
-const VALUES: [Values; 4] = [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit];
+const VALUES: [Values; 5] = [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit, Values::EightBit];
 
 /// A frame of step, rank 3 and one message, its shape, and what it holds.
 fn frame(values: Values, indices: IndexCode, fraction: f64, step: u64) -> (Vec<u8>, Shape, Vec<(u32, f32)>) {
@@ -98,6 +98,9 @@ fn all_elements_arrive_without_indices() {
     four.extend([0x80, 0x3f, 0x00, 0x40, 0x80, 0xbf, 0x00, 0xc0, 0b11_10_01_00]);
     let received = receive(&around(&four), &shape(4, Values::TwoBit, IndexCode::Every), 0).unwrap();
     assert_eq!(received, [(0, 1.0), (1, 2.0), (2, -1.0), (3, -2.0)]);
+    let eight = [&[0x03, 7][..], &0.5f32.to_le_bytes(), &[127, 0, 0x81]].concat();
+    let received = receive(&around(&eight), &shape(3, Values::EightBit, IndexCode::Every), 0).unwrap();
+    assert_eq!(received, [(0, 63.5), (1, 0.0), (2, -63.5)]);
 }
 
 #[test]
@@ -183,7 +186,7 @@ fn well_sealed_nonsense_is_refused() {
         assert!(sparse.is_empty() && error.position == 0);
         error.why
     };
-    let (bf16, mean, two) = (Values::Bf16, Values::Asq, Values::TwoBit);
+    let (bf16, mean, two, eight) = (Values::Bf16, Values::Asq, Values::TwoBit, Values::EightBit);
     let (plain, rice, every) = (IndexCode::Plain, IndexCode::Rice, IndexCode::Every);
     let two_mean = 2f32.to_le_bytes();
     let rice_mean = |mean: f32| [&mean.to_le_bytes()[..], &[0x0b]].concat();
@@ -220,6 +223,16 @@ fn well_sealed_nonsense_is_refused() {
     assert_eq!(with(7, 0x3f), Level { level: 3, value: 1.0 });
     assert_eq!(with(3, 0x7f), Level { level: 1, value: f32::INFINITY });
     assert_eq!(why(two, rice, &[2], &levels), Payload { count: 2, bytes: 8 });
+    let scaled = |scale: f32, bytes: &[u8]| [&scale.to_le_bytes()[..], bytes].concat();
+    for scale in [-0.5, -0.0, f32::INFINITY, f32::MAX / 100.0] {
+        assert_eq!(why(eight, rice, &[1], &scaled(scale, &[1, 0x80])), Scale { scale });
+    }
+    let nan = why(eight, rice, &[1], &scaled(f32::NAN, &[1, 0x80]));
+    assert!(matches!(nan, Scale { scale } if scale.is_nan()));
+    let wrong = |multiple, scale| Multiple { position: 0, multiple, scale };
+    assert_eq!(why(eight, rice, &[1], &scaled(0.5, &[0x80, 0x80])), wrong(-128, 0.5));
+    assert_eq!(why(eight, rice, &[1], &scaled(0.0, &[0xff, 0x80])), wrong(-1, 0.0));
+    assert_eq!(why(eight, every, &[8], &scaled(0.5, &[0; 9])), Payload { count: 8, bytes: 13 });
 }
 
 /// What is no sequence of messages is refused before anything is decoded.
@@ -393,6 +406,8 @@ fn decode_mutated(frames: u64) -> (u64, u64) {
     }
     let all = [&[8, 10][..], &[0x80, 0x3f, 0, 0x40, 0x80, 0xbf, 0, 0xc0, 0x1b, 0xe4]].concat();
     kinds.push((around(&all), shape(8, Values::TwoBit, IndexCode::Every)));
+    let all = [&[8, 12][..], &0.25f32.to_le_bytes(), &[1, 2, 0xff, 0, 127, 0x81, 9, 0]].concat();
+    kinds.push((around(&all), shape(8, Values::EightBit, IndexCode::Every)));
     let (mut sealed, mut accepted) = (0, 0);
     let (mut bytes, mut sparse, mut again) = (Vec::new(), Sparse::new(), Sparse::new());
     let mut writer = FrameWriter::new();

@@ -85,7 +85,9 @@ impl Preset {
 pub enum Choice {
     /// Dense allreduce.
     Dense,
-    /// Every element, two bits each, the error kept: for layers that are too small to choose from.
+    /// Every element, eight bits each, the error kept: for layers that are too small to choose from.
+    DenseEightBit,
+    /// The same with two bits each.
     DenseTwoBit,
     /// Compressed.
     Sparse {
@@ -97,10 +99,11 @@ pub enum Choice {
 }
 
 impl std::fmt::Display for Choice {
-    /// `dense`, `dense+2bit`, or the selector, with `+asq` if it is quantized.
+    /// `dense`, `dense+8bit`, `dense+2bit`, or the selector, with `+asq` if it is quantized.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Choice::Dense => f.write_str("dense"),
+            Choice::DenseEightBit => f.write_str("dense+8bit"),
             Choice::DenseTwoBit => f.write_str("dense+2bit"),
             Choice::Sparse { selector, quantized } => {
                 write!(f, "{}{}", selector.name(), if *quantized { "+asq" } else { "" })
@@ -116,17 +119,19 @@ impl std::str::FromStr for Choice {
     /// use redsync_engine::Choice;
     /// let choice: Choice = "trimmed+asq".parse().unwrap();
     /// assert_eq!(choice.to_string(), "trimmed+asq");
-    /// assert!("topk".parse::<Choice>().unwrap_err().starts_with("choose dense, dense+2bit, or one of exact"));
+    /// assert!("topk".parse::<Choice>().unwrap_err().starts_with("choose dense, dense+8bit, dense+2bit, or one of exact"));
     /// ```
     fn from_str(text: &str) -> Result<Self, String> {
-        if let Some(dense) = [Choice::Dense, Choice::DenseTwoBit].into_iter().find(|c| c.to_string() == text)
+        if let Some(dense) = [Choice::Dense, Choice::DenseEightBit, Choice::DenseTwoBit]
+            .into_iter()
+            .find(|c| c.to_string() == text)
         {
             return Ok(dense);
         }
         let (name, quantized) = text.strip_suffix("+asq").map_or((text, false), |name| (name, true));
         let names = || Selector::ALL.map(Selector::name).join(", ");
         let selector = Selector::from_name(name).ok_or_else(|| {
-            format!("choose dense, dense+2bit, or one of {}, with or without +asq", names())
+            format!("choose dense, dense+8bit, dense+2bit, or one of {}, with or without +asq", names())
         })?;
         Ok(Choice::Sparse { selector, quantized })
     }
@@ -135,7 +140,10 @@ impl std::str::FromStr for Choice {
 /// How small layers, biases and normalization parameters travel beside compressed ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Rest {
-    /// Every element, two bits each, the error kept.
+    /// Every element, eight bits each, the error kept.
+    #[serde(rename = "8bit")]
+    EightBit,
+    /// Every element, two bits each, the error kept: a quarter of that.
     #[serde(rename = "2bit")]
     TwoBit,
     /// As they are, summed by an allreduce.
@@ -144,12 +152,13 @@ pub enum Rest {
 }
 
 impl Rest {
-    /// Both.
-    pub const ALL: [Rest; 2] = [Rest::TwoBit, Rest::F32];
+    /// All of them.
+    pub const ALL: [Rest; 3] = [Rest::EightBit, Rest::TwoBit, Rest::F32];
 
     /// The name by which users choose it.
     pub fn name(self) -> &'static str {
         match self {
+            Rest::EightBit => "8bit",
             Rest::TwoBit => "2bit",
             Rest::F32 => "f32",
         }
@@ -301,7 +310,7 @@ impl Default for Config {
             preset: Preset::Carried,
             layers: BTreeMap::new(),
             dense_below: Preset::Carried.dense_below(),
-            rest: Rest::TwoBit,
+            rest: Rest::EightBit,
             figures: None,
             density: 0.001,
             warm_up: WarmUp::None,

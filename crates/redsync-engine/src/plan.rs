@@ -80,8 +80,12 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
     let plain = matches!(config.preset, Preset::Paper { .. }) || config.method == Method::RgcNaive;
     if layer.kind == Kind::BiasOrNorm || bytes < config.dense_below {
         let small = layer.kind == Kind::BiasOrNorm || bytes < SMALL;
-        let exact = plain || config.rest == Rest::F32 || config.dense_below == usize::MAX;
-        return if small && !exact { Choice::DenseTwoBit } else { Choice::Dense };
+        let exact = plain || config.dense_below == usize::MAX;
+        return match config.rest {
+            Rest::EightBit if small && !exact => Choice::DenseEightBit,
+            Rest::TwoBit if small && !exact => Choice::DenseTwoBit,
+            _ => Choice::Dense,
+        };
     }
     let quantized = config.method == Method::RgcAsq && layer.kind != Kind::Output;
     let selector = match (config.method, config.preset) {
@@ -118,11 +122,11 @@ impl Sent {
         let density = Density::new(density).unwrap_or_default();
         match choice {
             Choice::Dense => None,
-            Choice::DenseTwoBit => Some(Sent {
+            Choice::DenseEightBit | Choice::DenseTwoBit => Some(Sent {
                 selector: Selector::Exact,
                 density: Density::new(1.0).unwrap_or_default(),
                 indices: IndexCode::Every,
-                values: Values::TwoBit,
+                values: if choice == Choice::DenseTwoBit { Values::TwoBit } else { Values::EightBit },
                 masking: false,
             }),
             Choice::Sparse { selector, quantized } => Some(Sent {
@@ -251,7 +255,7 @@ mod tests {
         ];
         let by = |selector, quantized| Choice::Sparse { selector, quantized };
         let sparse = |quantized| by(Selector::Carried, quantized);
-        let (exact, coarse) = (Choice::Dense, Choice::DenseTwoBit);
+        let (exact, coarse) = (Choice::Dense, Choice::DenseEightBit);
         let of = |config: &Config| choices(&layers, config).unwrap();
         assert_eq!(of(&Config::default()), [sparse(true), sparse(true), coarse, coarse, sparse(false)]);
         let limit = Config { dense_below: 128 << 10, ..Config::default() };

@@ -241,7 +241,7 @@ impl Synchronizer {
             let elements = layer.bytes_sent - layer.header_bytes;
             match choices[number] {
                 Choice::Sparse { .. } => traffic.messages += elements,
-                Choice::Dense | Choice::DenseTwoBit => traffic.rest += elements,
+                _ => traffic.rest += elements,
             }
         }
         match step < config.warm_up.end() && config.method != Method::Sgd {

@@ -134,6 +134,10 @@ fn a_ramp_stays_above_the_final_density() {
     });
 }
 
+fn whole(rest: Rest) -> Choice {
+    if rest == Rest::TwoBit { Choice::DenseTwoBit } else { Choice::DenseEightBit }
+}
+
 /// Whatever was not sent waits: with what all ranks keep applied too, the weights are those of dense training, through every stage
 /// of a ramp and however values are rounded. Only masking throws something away.
 #[test]
@@ -141,14 +145,14 @@ fn what_was_sent_and_what_is_kept_are_dense_sgd_together() {
     const RAMP: u64 = 40;
     for method in [Method::Rgc, Method::RgcAsq] {
         for momentum in [Momentum::None, Momentum::Plain(0.9), Momentum::Nesterov(0.9)] {
-            for bf16 in [false, true] {
+            for (rest, bf16) in [(Rest::EightBit, false), (Rest::TwoBit, true)] {
                 let warm_up = WarmUp::Ramp(RAMP);
                 let exact = config(method, 0.002);
-                let config = Config { momentum, warm_up, bf16, masking: false, rest: Rest::TwoBit, ..exact };
+                let config = Config { momentum, warm_up, bf16, masking: false, rest, ..exact };
                 let expected = dense_sgd(&layers(), 3, RAMP + 5, momentum);
                 let all = run(3, move |_, comm| {
                     let mut replica = Replica::new(config.clone(), comm).unwrap();
-                    assert_eq!(replica.sync.choices()[1], Choice::DenseTwoBit);
+                    assert_eq!(replica.sync.choices()[1], whole(rest));
                     (0..RAMP + 5).for_each(|_| replica.step().unwrap());
                     let kept = replica.sync.capture(0, Vec::new()).unwrap().layers;
                     (replica.weights, kept.into_iter().map(|layer| layer.v).collect::<Vec<_>>())

@@ -152,6 +152,22 @@ pub enum BadMessage {
     /// The unused bits after the last code are not zero, or there are too many.
     #[error("more follows after the last element")]
     Padding,
+    /// The scale of values is negative, or they could be infinite.
+    #[error("the scale of the values is {scale}")]
+    Scale {
+        /// The scale.
+        scale: f32,
+    },
+    /// A value is a multiple of its scale that none can be.
+    #[error("the value at position {position} is {multiple} times {scale}")]
+    Multiple {
+        /// Position in the message.
+        position: u32,
+        /// What it is multiplied by.
+        multiple: i8,
+        /// The scale.
+        scale: f32,
+    },
     /// A value is NaN or infinite.
     #[error("the value at position {position} is {value}")]
     Value {

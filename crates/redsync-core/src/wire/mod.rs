@@ -4,6 +4,7 @@
 //! than a small multiple of what was received. What all ranks agreed on does not travel: a reader brings the [`Shape`] of
 //! each message, and the frame carries a fingerprint of the plan that all shapes follow from.
 
+mod eight_bit;
 mod error;
 mod read;
 mod rice;
@@ -75,7 +76,7 @@ impl Shape {
     /// elements of both.
     fn is_possible(&self) -> bool {
         match self.values {
-            Values::F32 | Values::Bf16 => true,
+            Values::F32 | Values::Bf16 | Values::EightBit => true,
             Values::Asq | Values::AsqDropError => {
                 self.phase != Phase::Both && self.indices != IndexCode::Every
             }
@@ -90,6 +91,7 @@ impl Shape {
             Values::F32 => 4 * count,
             Values::Bf16 => 2 * count,
             Values::Asq | Values::AsqDropError => 4 * count.min(1),
+            Values::EightBit => eight_bit::SCALE as u64 * count.min(1) + count,
             Values::TwoBit => two_bit::LEVELS as u64 * count.min(1) + count.div_ceil(4),
         }
     }

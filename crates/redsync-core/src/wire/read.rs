@@ -1,8 +1,8 @@
 //! Received bytes in, sparse vectors out, or an exact error.
 
 use super::{
-    BadMessage, FRAME_HEADER, FrameError, IndexCode, MAGIC, MessageError, Shape, VERSION, message_header,
-    rice, two_bit, varint,
+    BadMessage, FRAME_HEADER, FrameError, IndexCode, MAGIC, MessageError, Shape, VERSION, eight_bit,
+    message_header, rice, two_bit, varint,
 };
 use crate::phase::Phase;
 use crate::quantize::Values;
@@ -232,6 +232,7 @@ impl<'a> Message<'a> {
                 sparse.values.extend(words.iter().map(|word| bf16::from_le_bytes(*word).to_f32()));
             }
             Values::Asq | Values::AsqDropError => return read_mean(shape.phase, bytes, sparse),
+            Values::EightBit => return eight_bit::read(bytes, sparse),
             Values::TwoBit => return two_bit::read(bytes, self.count, sparse),
         }
         match first_bad_value(&sparse.values) {

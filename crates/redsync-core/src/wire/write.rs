@@ -1,6 +1,6 @@
 //! Sparse vectors in, a frame out.
 
-use super::{FRAME_HEADER, IndexCode, MAGIC, Shape, VERSION, rice, two_bit, varint};
+use super::{FRAME_HEADER, IndexCode, MAGIC, Shape, VERSION, eight_bit, rice, two_bit, varint};
 use crate::quantize::{Values, round};
 use crate::sparse::Sparse;
 
@@ -64,7 +64,7 @@ impl FrameWriter {
     ///
     /// # Panics
     /// If no frame was begun, the frame already holds 65,535 messages, or the vector cannot be written in these codes:
-    /// [`Values::Asq`] needs a mean, [`Values::TwoBit`] levels, [`IndexCode::Every`] all elements or none.
+    /// [`Values::Asq`] needs a mean, [`Values::EightBit`] a scale, [`Values::TwoBit`] levels, [`IndexCode::Every`] all elements or none.
     pub fn push(&mut self, sparse: &Sparse, indices: IndexCode, values: Values) -> usize {
         assert!(self.bytes.len() >= FRAME_HEADER, "push before begin");
         self.messages = self.messages.checked_add(1).expect("a frame holds at most 65,535 messages");
@@ -89,6 +89,7 @@ impl FrameWriter {
             Values::Asq | Values::AsqDropError => {
                 out.extend(sparse.mean.iter().flat_map(|v| v.to_le_bytes()))
             }
+            Values::EightBit => eight_bit::write(sparse.scale, &sparse.values, out),
             Values::TwoBit => two_bit::write(sparse.levels, &sparse.values, out),
         }
         match indices {
@@ -129,6 +130,7 @@ fn fits(sparse: &Sparse, shape: &Shape) -> bool {
     let values = match shape.values {
         Values::F32 | Values::Bf16 => sparse.mean.is_none(),
         Values::Asq | Values::AsqDropError => sparse.mean.is_some(),
+        Values::EightBit => sparse.scale.is_some(),
         Values::TwoBit => sparse.levels.is_some(),
     };
     shape.is_possible() && values && (shape.indices != IndexCode::Every || sparse.len() == sparse.dense_len())

@@ -32,6 +32,7 @@ pub fn message_bits(d: Density, indices: IndexCode, values: Values) -> f64 {
             Values::F32 => 32.0,
             Values::Bf16 => 16.0,
             Values::TwoBit => 2.0,
+            Values::EightBit => 8.0,
             Values::Asq | Values::AsqDropError => 0.0,
         }
 }
@@ -45,7 +46,7 @@ fn rice_bits(d: f64, r: i32) -> f64 {
 pub fn message_bytes(elements: f64, bits: f64, values: Values) -> f64 {
     let shared = match values {
         Values::F32 | Values::Bf16 => 0.0,
-        Values::Asq | Values::AsqDropError => 4.0,
+        Values::Asq | Values::AsqDropError | Values::EightBit => 4.0,
         Values::TwoBit => 8.0,
     };
     let payload = (elements * bits / 8.0).ceil() + shared;
@@ -74,7 +75,7 @@ mod tests {
         };
         let gradient: Vec<f32> = (0..n).map(|_| noise()).collect();
         for fraction in [0.001, 0.01, 0.25] {
-            for values in [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit] {
+            for values in [Values::F32, Values::Bf16, Values::Asq, Values::TwoBit, Values::EightBit] {
                 for indices in [IndexCode::Plain, IndexCode::Rice] {
                     let density = Density::new(fraction).unwrap();
                     let config = Config { density, values, indices, ..Config::default() };

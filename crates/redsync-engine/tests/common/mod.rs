@@ -72,7 +72,7 @@ pub fn all_configs() -> Vec<Config> {
         ] {
             for warm_up in [WarmUp::None, WarmUp::Dense(7), WarmUp::Ramp(6)] {
                 let momentum = Momentum::Nesterov(0.9);
-                for (rest, bf16) in [(Rest::TwoBit, true), (Rest::F32, false)] {
+                for (rest, bf16) in [(Rest::TwoBit, true), (Rest::EightBit, true), (Rest::F32, false)] {
                     all.push(Config { preset, clip, warm_up, momentum, rest, bf16, ..config(method, 0.02) });
                 }
             }
