@@ -37,7 +37,7 @@ fn phrases() -> Settings {
         bptt: 7,
         lr: 4.0,
         density: 0.05,
-        dense_below: 1 << 10,
+        dense_below: Some(1 << 10),
         warm_up: WarmUp::Dense(0.5),
         ..Settings::for_model("lstm-small")
     }
@@ -134,7 +134,7 @@ fn kept() -> PathBuf {
 }
 
 fn as_kept(dir: &Path) -> Settings {
-    Settings { dense_below: 256, ..with_checkpoint(dir) }
+    Settings { dense_below: Some(256), ..with_checkpoint(dir) }
 }
 
 #[test]

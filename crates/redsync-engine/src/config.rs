@@ -72,7 +72,7 @@ impl Preset {
     }
 
     /// Below how many bytes weights are dense, unless a run says otherwise: [`SMALL`], and 128 KB in the paper.
-    pub fn dense_below(self) -> usize {
+    fn dense_below(self) -> usize {
         match self {
             Preset::Carried => SMALL,
             Preset::Paper { .. } => 128 << 10,
@@ -96,6 +96,13 @@ pub enum Choice {
         /// Whether one mean stands for all values.
         quantized: bool,
     },
+}
+
+impl Choice {
+    /// Whether some elements are chosen; otherwise all are sent.
+    pub fn is_sparse(self) -> bool {
+        matches!(self, Choice::Sparse { .. })
+    }
 }
 
 impl std::fmt::Display for Choice {
@@ -261,8 +268,8 @@ pub struct Config {
     pub preset: Preset,
     /// Choices for layers by name, instead of the preset's.
     pub layers: BTreeMap<String, Choice>,
-    /// Weights of fewer bytes are dense; [`Preset::dense_below`] knows what suits a preset.
-    pub dense_below: usize,
+    /// Weights of fewer bytes are dense; None: as the preset has it, [`SMALL`] or the paper's 128 KB.
+    pub dense_below: Option<usize>,
     /// How the rest travels: biases, normalization parameters and weights of less than [`SMALL`] bytes. With the preset `paper` and
     /// the method `rgc-naive` it is as it is.
     pub rest: Rest,
@@ -277,8 +284,9 @@ pub struct Config {
     pub momentum: Momentum,
     /// Clear the momentum of what was sent.
     pub masking: bool,
-    /// Send values that are not quantized as bf16, the rounding error kept; with the preset `paper` and the method `rgc-naive` they
-    /// are f32 in any case.
+    /// Send values that are not quantized in fewer bits, the rounding error kept: as bf16 with the method `rgc`, in eight bits with
+    /// `rgc+asq`, where they are those of the output layer. With the preset `paper` and the method `rgc-naive` they are f32 in any
+    /// case.
     pub bf16: bool,
     /// The largest norm of all gradients together. They are then clipped before they are accumulated, so the first waits for the
     /// last, and compression overlaps with exchange only. None: each is compressed as soon as it is there.
@@ -302,6 +310,13 @@ pub struct Figures {
     pub compute: Compute,
 }
 
+impl Config {
+    /// Weights of fewer bytes are dense.
+    pub fn limit(&self) -> usize {
+        self.dense_below.unwrap_or(self.preset.dense_below())
+    }
+}
+
 impl Default for Config {
     /// rgc+asq at 0.1%, no warm-up, no momentum, 60 seconds, one thread.
     fn default() -> Self {
@@ -309,7 +324,7 @@ impl Default for Config {
             method: Method::RgcAsq,
             preset: Preset::Carried,
             layers: BTreeMap::new(),
-            dense_below: Preset::Carried.dense_below(),
+            dense_below: None,
             rest: Rest::EightBit,
             figures: None,
             density: 0.001,

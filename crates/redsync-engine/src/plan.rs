@@ -40,7 +40,7 @@ pub(crate) fn agree(layers: &[Layer], config: Config, comm: &dyn Communicator) -
     let all = hello::gather(comm, &json!({ "dense below": ours }), &config)?;
     let decided = all.first().and_then(|first| first["dense below"].as_u64());
     Ok(match decided.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)) {
-        Some(dense_below) => Config { dense_below, ..config },
+        Some(limit) => Config { dense_below: Some(limit), ..config },
         None => config,
     })
 }
@@ -78,9 +78,9 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
     }
     let bytes = 4 * layer.size;
     let plain = matches!(config.preset, Preset::Paper { .. }) || config.method == Method::RgcNaive;
-    if layer.kind == Kind::BiasOrNorm || bytes < config.dense_below {
+    if layer.kind == Kind::BiasOrNorm || bytes < config.limit() {
         let small = layer.kind == Kind::BiasOrNorm || bytes < SMALL;
-        let exact = plain || config.dense_below == usize::MAX;
+        let exact = plain || config.limit() == usize::MAX;
         return match config.rest {
             Rest::EightBit if small && !exact => Choice::DenseEightBit,
             Rest::TwoBit if small && !exact => Choice::DenseTwoBit,
@@ -136,6 +136,7 @@ impl Sent {
                 values: match (quantized, config.bf16) {
                     _ if coarse => Values::TwoBit,
                     (true, _) => Values::Asq,
+                    (false, true) if !plain && config.method == Method::RgcAsq => Values::EightBit,
                     (false, true) if !plain => Values::Bf16,
                     (false, _) => Values::F32,
                 },
@@ -258,14 +259,13 @@ mod tests {
         let (exact, coarse) = (Choice::Dense, Choice::DenseEightBit);
         let of = |config: &Config| choices(&layers, config).unwrap();
         assert_eq!(of(&Config::default()), [sparse(true), sparse(true), coarse, coarse, sparse(false)]);
-        let limit = Config { dense_below: 128 << 10, ..Config::default() };
+        let limit = Config { dense_below: Some(128 << 10), ..Config::default() };
         assert_eq!(of(&limit), [sparse(true), exact, coarse, coarse, sparse(false)]);
         let plain = Config { rest: Rest::F32, ..Config::default() };
         assert_eq!(of(&plain), [sparse(true), sparse(true), exact, exact, sparse(false)]);
-        let nothing = Config { dense_below: usize::MAX, ..Config::default() };
+        let nothing = Config { dense_below: Some(usize::MAX), ..Config::default() };
         assert_eq!(of(&nothing), [exact; 5]);
-        let preset = Preset::Paper { recurrent: false };
-        let paper = Config { preset, dense_below: preset.dense_below(), ..Config::default() };
+        let paper = Config { preset: Preset::Paper { recurrent: false }, ..Config::default() };
         let trimmed = |quantized| by(Selector::Trimmed, quantized);
         assert_eq!(of(&paper), [trimmed(true), exact, exact, exact, trimmed(false)]);
         let mut config = Config { method: Method::Sgd, ..Config::default() };

@@ -24,6 +24,16 @@ impl Traffic {
         self.messages + self.rest + self.headers + self.warm_up
     }
 
+    /// What was sent, by its names, in the order in which people look for it.
+    pub fn parts(&self) -> [(&'static str, u64); 4] {
+        [
+            ("warm-up", self.warm_up),
+            ("messages", self.messages),
+            ("rest", self.rest),
+            ("headers", self.headers),
+        ]
+    }
+
     /// How many times less than dense training was sent; 1 if there was nothing to send.
     ///
     /// ```

@@ -123,7 +123,7 @@ impl Synchronizer {
 
     /// Layers of fewer bytes are dense, as the ranks agreed.
     pub fn dense_below(&self) -> usize {
-        self.shared.config.dense_below
+        self.shared.config.limit()
     }
 
     /// The step that is under way: the number of steps that were finished.
@@ -239,9 +239,9 @@ impl Synchronizer {
             traffic.dense += 4 * layers[number].size as u64;
             traffic.headers += layer.header_bytes;
             let elements = layer.bytes_sent - layer.header_bytes;
-            match choices[number] {
-                Choice::Sparse { .. } => traffic.messages += elements,
-                _ => traffic.rest += elements,
+            match choices[number].is_sparse() {
+                true => traffic.messages += elements,
+                false => traffic.rest += elements,
             }
         }
         match step < config.warm_up.end() && config.method != Method::Sgd {

@@ -99,7 +99,7 @@ fn choices_by_name_the_paper_and_sgd_need_no_figures() {
     );
     assert_eq!(compressed(choices(vec![named.clone(), named])[0].as_ref().unwrap()), [true, false, false]);
     let preset = Preset::Paper { recurrent: false };
-    let paper = Config { preset, dense_below: preset.dense_below(), ..config(FAST) };
+    let paper = Config { preset, ..config(FAST) };
     assert_eq!(compressed(choices(vec![paper.clone(), paper])[0].as_ref().unwrap()), [true, false, false]);
     let sgd = Config { method: Method::Sgd, ..config(SLOW) };
     assert_eq!(compressed(choices(vec![sgd.clone(), sgd])[0].as_ref().unwrap()), [false; 3]);

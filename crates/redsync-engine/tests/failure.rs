@@ -171,7 +171,7 @@ fn a_rank_that_runs_something_else_is_refused_by_all_and_the_difference_is_named
             "momentum",
             "plain momentum",
         ),
-        (Config { dense_below: 2000, ..same() }, layers(), "the choice for middle", "dense"),
+        (Config { dense_below: Some(2000), ..same() }, layers(), "the choice for middle", "dense"),
         (chosen, layers(), "the choice for middle", "exact"),
         (same(), quick, "the momentum of out", "plain momentum 0.25"),
         (same(), larger, "the size of middle", "301"),

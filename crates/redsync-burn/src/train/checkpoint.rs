@@ -156,21 +156,39 @@ impl Contents {
 /// Epochs as lines; numbers in Rust's text come back with every bit, and what is no number, too.
 pub(super) fn write_epochs(records: &[EpochRecord]) -> String {
     let line = |r: &EpochRecord| {
-        let EpochRecord { epoch, metric_name, train_loss, test_loss, metric, seconds, images_per_second } = r;
-        format!("{epoch} {metric_name} {train_loss} {test_loss} {metric} {seconds} {images_per_second}")
+        let EpochRecord { epoch, metric_name, train_loss, test_loss, metric, seconds, .. } = r;
+        let EpochRecord { images_per_second, bytes_sent, dense_bytes, .. } = r;
+        format!(
+            "{epoch} {metric_name} {train_loss} {test_loss} {metric} {seconds} {images_per_second} {bytes_sent} {dense_bytes}"
+        )
     };
     records.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// What [`write_epochs`] wrote.
+/// What [`write_epochs`] wrote; older files do not say the bytes.
 pub(super) fn read_epochs(text: &str) -> Option<Vec<EpochRecord>> {
     let record = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
         let [epoch, metric_name, numbers @ ..] = &words[..] else { return None };
+        let (numbers, bytes) = numbers.split_first_chunk::<5>()?;
+        let (bytes_sent, dense_bytes) = match bytes {
+            [] => (0, 0),
+            [sent, dense] => (sent.parse().ok()?, dense.parse().ok()?),
+            _ => return None,
+        };
         let numbers = numbers.iter().map(|number| number.parse().ok()).collect::<Option<Vec<f64>>>()?;
         let [train_loss, test_loss, metric, seconds, images_per_second] = numbers.try_into().ok()?;
-        let (epoch, metric_name) = (epoch.parse().ok()?, metric_name.to_string());
-        Some(EpochRecord { epoch, train_loss, test_loss, metric, metric_name, seconds, images_per_second })
+        Some(EpochRecord {
+            epoch: epoch.parse().ok()?,
+            metric_name: metric_name.to_string(),
+            train_loss,
+            test_loss,
+            metric,
+            seconds,
+            images_per_second,
+            bytes_sent,
+            dense_bytes,
+        })
     };
     text.lines().map(record).collect()
 }
@@ -189,6 +207,8 @@ mod tests {
             metric_name: "accuracy".into(),
             seconds: f64::MIN_POSITIVE,
             images_per_second: 1e300,
+            bytes_sent: u64::MAX,
+            dense_bytes: 7,
         };
         let records = [record(f64::NAN), record(f64::INFINITY), record(1.0 / 3.0)];
         let read = read_epochs(&write_epochs(&records)).expect("epochs");
@@ -198,6 +218,8 @@ mod tests {
             records.iter().map(|r| numbers(r).map(f64::to_bits)).collect()
         };
         assert_eq!(bits(&read), bits(&records));
+        assert_eq!((read[1].bytes_sent, read[1].dense_bytes), (u64::MAX, 7));
+        assert_eq!(read_epochs("1 accuracy 1 2 3 4 5").expect("an older file")[0].bytes_sent, 0);
         assert_eq!(read_epochs(""), Some(Vec::new()));
         for damaged in ["1 accuracy 1 2", "1 accuracy 1 2 3 4 5 6", "one accuracy 1 2 3 4 5"] {
             assert_eq!(read_epochs(damaged), None, "{damaged}");

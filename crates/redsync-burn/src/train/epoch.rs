@@ -5,6 +5,7 @@ use super::task::{Score, Task};
 use super::trainer::Trainer;
 use super::{EpochRecord, Observer, TrainError};
 use crate::net::{Pass, Purpose};
+use redsync_engine::{Choice, Traffic};
 
 impl<T: Task> Trainer<'_, T> {
     /// An epoch is over.
@@ -26,6 +27,8 @@ impl<T: Task> Trainer<'_, T> {
             metric_name: T::METRIC.into(),
             seconds,
             images_per_second: samples as f64 / seconds.max(1e-9),
+            bytes_sent: self.traffic.sent(),
+            dense_bytes: self.traffic.dense,
         };
         let layers = self.layer_records(epoch + 1);
         observer.epoch(&record, &layers)?;
@@ -42,8 +45,15 @@ impl<T: Task> Trainer<'_, T> {
         if self.buffers.is_empty() {
             return Ok(());
         }
-        let own = self.buffers.concat();
-        let sum = self.ranks.sum(self.sync.step(), Op::Statistics, "running statistics", own)?;
+        let (own, step, what) = (self.buffers.concat(), self.sync.step(), "running statistics");
+        let dense = 4 * own.len() as u64;
+        // Not as f32 where biases and norms are not either.
+        let rounded = |choice: &Choice| matches!(choice, Choice::DenseEightBit | Choice::DenseTwoBit);
+        let (sum, sent) = match self.sync.choices().iter().any(rounded) {
+            true => self.ranks.sum_as_bf16(step, Op::Statistics, what, own)?,
+            false => (self.ranks.sum(step, Op::Statistics, what, own)?, dense),
+        };
+        self.traffic.add(&Traffic { rest: sent, dense, ..Traffic::default() });
         let (share, mut rest) = (1.0 / self.ranks.seat().ranks as f32, &sum[..]);
         for buffer in &mut self.buffers {
             let (mine, behind) = rest.split_at(buffer.len());

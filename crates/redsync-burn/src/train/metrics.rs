@@ -4,6 +4,7 @@
 use super::events::Events;
 use super::seconds::milliseconds;
 use super::{Seconds, TrainError};
+use redsync_engine::Traffic;
 use redsync_engine::file::replace;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
@@ -60,7 +61,8 @@ pub struct LayerRecord {
     pub epoch: u32,
     pub name: String,
     pub size: usize,
-    pub choice: &'static str,
+    /// What happens with it once the warm-up is over, as a plan says it.
+    pub choice: String,
     /// The share of its elements that the last step sent.
     pub density: f64,
     pub residual_norm: Option<f64>,
@@ -78,6 +80,9 @@ pub struct EpochRecord {
     pub metric_name: String,
     pub seconds: f64,
     pub images_per_second: f64,
+    /// Of one worker, since the run began, and what dense training sends in the same steps.
+    pub bytes_sent: u64,
+    pub dense_bytes: u64,
 }
 
 /// The end of a run: what `redsync train --json` prints.
@@ -93,9 +98,11 @@ pub struct Summary {
     pub epochs: Vec<EpochSummary>,
     #[serde(rename = "final")]
     pub end: Final,
-    /// Of one worker: its messages and its dense gradients, each counted once.
+    /// Of one worker, over the whole run: its messages and its dense gradients, each counted once.
     pub bytes_sent: u64,
     pub dense_bytes: u64,
+    /// Where they went.
+    pub traffic: Traffic,
     pub steps: u64,
     pub seconds: Seconds,
     pub replica_hash: String,
@@ -270,11 +277,12 @@ impl Observer for Metrics {
             metric: f64,
             bytes_sent: u64,
             dense_bytes: u64,
+            traffic: &'a Traffic,
             steps: u64,
             seconds: &'a Seconds,
             replica_hash: &'a str,
         }
-        let Summary { end, bytes_sent, dense_bytes, steps, seconds, replica_hash, .. } = summary;
+        let Summary { end, bytes_sent, dense_bytes, traffic, steps, seconds, replica_hash, .. } = summary;
         let (bytes_sent, dense_bytes, steps) = (*bytes_sent, *dense_bytes, *steps);
         self.write(
             "final",
@@ -283,6 +291,7 @@ impl Observer for Metrics {
                 metric: end.metric,
                 bytes_sent,
                 dense_bytes,
+                traffic,
                 steps,
                 seconds,
                 replica_hash,

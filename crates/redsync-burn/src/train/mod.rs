@@ -57,6 +57,16 @@ pub enum TrainError {
         /// Why it failed.
         source: CommError,
     },
+    /// Values of a rank that cannot be used.
+    #[error("{what} of rank {rank}: {why}")]
+    Values {
+        /// What was being exchanged.
+        what: &'static str,
+        /// Whose values.
+        rank: usize,
+        /// What is wrong.
+        why: String,
+    },
     /// A checkpoint that cannot be used.
     #[error("the checkpoint {path}: {why}")]
     Checkpoint {

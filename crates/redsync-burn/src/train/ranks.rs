@@ -5,6 +5,8 @@
 use super::TrainError;
 use super::task::Seat;
 use redsync_comm::{Communicator, Pending, Tag};
+use redsync_core::wire::{Frame, Shape};
+use redsync_core::{FrameWriter, IndexCode, Phase, Sparse, Values};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,6 +43,41 @@ impl Ranks {
     ) -> Result<Vec<f32>, TrainError> {
         let pending = self.comm.allreduce(Tag { step, op: op as u32 }, values);
         pending.wait(self.deadline).map_err(|source| TrainError::Comm { what, source })
+    }
+
+    /// The sum over all ranks, in rank order, of values that travel as bf16, and the bytes of this rank's.
+    pub fn sum_as_bf16(
+        &self,
+        step: u64,
+        op: Op,
+        what: &'static str,
+        values: Vec<f32>,
+    ) -> Result<(Vec<f32>, u64), TrainError> {
+        let bad = |rank: usize, why: String| TrainError::Values { what, rank, why };
+        let (own, mut sum) = (self.comm.rank(), vec![0.0; values.len()]);
+        let n = u32::try_from(values.len()).map_err(|error| bad(own, error.to_string()))?;
+        let all = Sparse::from_parts(n, (0..n).collect(), values);
+        let all = all.map_err(|error| bad(own, error.to_string()))?;
+        let mut writer = FrameWriter::new();
+        writer.begin(step, own as u32, u64::from(op as u32));
+        writer.push(&all, IndexCode::Every, Values::Bf16);
+        let (bytes, tag) = (writer.finish().len() as u64, Tag { step, op: op as u32 });
+        let gathered = self.comm.allgather(tag, writer.take()).wait(self.deadline);
+        let gathered = gathered.map_err(|source| TrainError::Comm { what, source })?;
+        let shape = Shape { n, phase: Phase::Both, indices: IndexCode::Every, values: Values::Bf16 };
+        let mut one = Sparse::new();
+        for (rank, frame) in gathered.iter().enumerate() {
+            let frame = Frame::parse(frame).map_err(|why| bad(rank, why.to_string()))?;
+            frame
+                .expect(step, rank as u32, 1, u64::from(op as u32))
+                .map_err(|why| bad(rank, why.to_string()))?;
+            for message in frame.messages() {
+                let message = message.map_err(|why| bad(rank, why.to_string()))?;
+                message.decode(&shape, &mut one).map_err(|why| bad(rank, why.to_string()))?;
+            }
+            one.iter().for_each(|(index, value)| sum[index as usize] += value);
+        }
+        Ok((sum, bytes))
     }
 
     /// Waits until all ranks have come as far with a checkpoint.

@@ -7,6 +7,7 @@ use super::ranks::Op;
 use super::task::{Seat, Task};
 use super::trainer::Trainer;
 use super::{Settings, TrainError};
+use redsync_engine::Traffic;
 use redsync_engine::file::About;
 use redsync_engine::state::{Identity, difference};
 use std::path::{Path, PathBuf};
@@ -146,7 +147,8 @@ impl<T: Task> Trainer<'_, T> {
             ("epoch-steps", self.epoch.steps.to_string()),
             ("epoch-loss", self.epoch.loss.to_string()),
             ("epoch-seconds", self.epoch.seconds.total.to_string()),
-            ("sent-bytes", self.bytes_sent.to_string()),
+            ("sent-bytes", self.traffic.sent().to_string()),
+            ("traffic", serde_json::json!(self.traffic).to_string()),
         ]);
         let mut tensors: Vec<(String, &[f32])> = Vec::new();
         for (number, buffer) in self.buffers.iter().enumerate() {
@@ -223,7 +225,17 @@ impl<T: Task> Trainer<'_, T> {
         own.check_empty()?;
         self.epoch.steps = own.number("epoch-steps")?;
         self.epoch.seconds.total = own.number("epoch-seconds")?;
-        self.bytes_sent = own.number("sent-bytes")?;
+        self.traffic = match own.about().get("traffic") {
+            Some(text) => {
+                serde_json::from_str(text).map_err(|_| own.wrong("is damaged: its traffic cannot be read"))?
+            }
+            // An older file says how much was sent, not of what.
+            None => Traffic {
+                messages: own.number("sent-bytes")?,
+                dense: own.number::<u64>("step")? * 4 * self.parameters() as u64,
+                ..Traffic::default()
+            },
+        };
         let losses = files.iter().map(|file| file.number("epoch-loss")).collect::<Result<Vec<f64>, _>>()?;
         self.epoch.loss = losses.iter().sum::<f64>() / losses.len() as f64;
         Ok(())

@@ -33,9 +33,13 @@ impl WarmUp {
         all.into_iter().find(|warm_up| warm_up.name() == name)
     }
 
-    /// What suits a training of so many epochs: a ramp over five of them, or over five sixths of a shorter one.
-    pub fn usual(epochs: u32) -> Self {
-        WarmUp::Ramp((f64::from(epochs) * 5.0 / 6.0).min(5.0))
+    /// What suits a training of so many epochs: a ramp over five of them, or over five sixths of a shorter one. The paper begins
+    /// with a dense epoch.
+    pub fn usual(preset: Preset, epochs: u32) -> Self {
+        match preset {
+            Preset::Carried => WarmUp::Ramp((f64::from(epochs) * 5.0 / 6.0).min(5.0)),
+            Preset::Paper { .. } => WarmUp::Dense(1.0),
+        }
     }
 
     /// Its name.
@@ -75,7 +79,7 @@ pub struct Settings {
     pub method: Method,
     pub preset: Preset,
     pub density: f64,
-    pub dense_below: usize,
+    pub dense_below: Option<usize>,
     pub rest: Rest,
     pub auto: bool,
     /// With `auto`: what machines and network need, if that is known; otherwise it is measured.
@@ -135,13 +139,13 @@ impl Settings {
             method: Method::RgcAsq,
             preset: Preset::Carried,
             density: 0.001,
-            dense_below: Config::default().dense_below,
+            dense_below: None,
             rest: Config::default().rest,
             auto: false,
             figures: None,
-            warm_up: WarmUp::usual(epochs),
+            warm_up: WarmUp::usual(Preset::Carried, epochs),
             masking: true,
-            bf16: false,
+            bf16: Config::default().bf16,
             epochs,
             batch_size,
             bptt: 35,

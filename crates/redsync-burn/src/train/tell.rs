@@ -7,13 +7,12 @@ use super::{EpochRecord, LayerRecord, RunRecord, StepRecord, Summary, TrainError
 use redsync_engine::{Choice, Layer};
 
 impl<T: Task> Trainer<'_, T> {
-    fn parameters(&self) -> usize {
+    pub(super) fn parameters(&self) -> usize {
         self.sync.layers().iter().map(|layer| layer.size).sum()
     }
 
-    /// The layers, each with whether it is compressed.
-    fn layers(&self) -> impl Iterator<Item = (&Layer, bool)> {
-        self.sync.layers().iter().zip(self.sync.choices().iter().map(|choice| *choice != Choice::Dense))
+    fn layers(&self) -> impl Iterator<Item = (&Layer, Choice)> {
+        self.sync.layers().iter().zip(self.sync.choices().iter().copied())
     }
 
     pub(super) fn run_record(&self) -> RunRecord {
@@ -28,7 +27,7 @@ impl<T: Task> Trainer<'_, T> {
             parameters: self.parameters(),
             compressed: self
                 .layers()
-                .filter(|(_, compressed)| *compressed)
+                .filter(|(_, choice)| choice.is_sparse())
                 .map(|(layer, _)| layer.size)
                 .sum(),
             density: settings.density,
@@ -62,13 +61,13 @@ impl<T: Task> Trainer<'_, T> {
 
     pub(super) fn layer_records(&self, epoch: u32) -> Vec<LayerRecord> {
         let stats = self.sync.stats();
-        let record = |(number, (layer, compressed)): (usize, (&Layer, bool))| {
+        let record = |(number, (layer, choice)): (usize, (&Layer, Choice))| {
             let sent = stats.layers.get(number).copied().unwrap_or_default();
             LayerRecord {
                 epoch,
                 name: layer.name.clone(),
                 size: layer.size,
-                choice: if compressed { "sparse" } else { "dense" },
+                choice: choice.to_string(),
                 density: sent.elements as f64 / layer.size.max(1) as f64,
                 residual_norm: self.sync.residual_norm(number),
                 bytes_sent: sent.bytes_sent,
@@ -111,8 +110,9 @@ impl<T: Task> Trainer<'_, T> {
             metric_name: T::METRIC,
             epochs: self.records.iter().map(epoch).collect(),
             end,
-            bytes_sent: self.bytes_sent,
-            dense_bytes: steps * 4 * self.parameters() as u64,
+            bytes_sent: self.traffic.sent(),
+            dense_bytes: self.traffic.dense,
+            traffic: self.traffic,
             steps,
             seconds: self.seconds,
             replica_hash: format!("{hash:016x}"),

@@ -15,7 +15,7 @@ use burn::tensor::Tensor;
 use redsync_comm::{Communicator, Pending};
 use redsync_data::DataSet;
 use redsync_engine::cost::Compute;
-use redsync_engine::{Config, Figures, Layer, Method, SyncError, Synchronizer, measure};
+use redsync_engine::{Config, Figures, Layer, Method, SyncError, Synchronizer, Traffic, measure};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -117,7 +117,7 @@ pub(super) struct Trainer<'a, T> {
     pub recent: Sums,
     /// Of the whole run.
     pub seconds: Seconds,
-    pub bytes_sent: u64,
+    pub traffic: Traffic,
     pub records: Vec<EpochRecord>,
 }
 
@@ -133,7 +133,7 @@ fn config(
     config.agree = resume::identity(settings, comm.size());
     if settings.auto && settings.method != Method::Sgd {
         match (kept, &settings.figures) {
-            (Some(kept), _) => config.dense_below = kept.dense_below()?,
+            (Some(kept), _) => config.dense_below = Some(kept.dense_below()?),
             (None, Some(figures)) => config.figures = Some(figures.clone()),
             (None, None) => {
                 let platform = measure::platform(comm.clone(), &config, &mut |_| ())?;
@@ -169,7 +169,7 @@ impl<'a, T: Task> Trainer<'a, T> {
             epoch: Sums::default(),
             recent: Sums::default(),
             seconds: Seconds::default(),
-            bytes_sent: 0,
+            traffic: Traffic::default(),
             records: Vec::new(),
         })
     }
@@ -259,7 +259,7 @@ impl<'a, T: Task> Trainer<'a, T> {
         self.epoch.add(loss, &seconds, all.bytes_sent);
         self.recent.add(loss, &seconds, all.bytes_sent);
         self.seconds.add(&seconds);
-        self.bytes_sent += all.bytes_sent;
+        self.traffic.add(&stats.traffic);
     }
 
     /// What hands gradients on; the first failure is kept for the step.

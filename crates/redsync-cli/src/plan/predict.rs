@@ -99,7 +99,7 @@ impl Question<'_> {
     pub fn auto(&self, ranks: usize) -> Result<Config> {
         let config = Config { method: Method::RgcAsq, ..self.config.clone() };
         let dense_below = cost::dense_below(self.layers, &config, self.platform, ranks, self.compute)?;
-        Ok(Config { dense_below, ..config })
+        Ok(Config { dense_below: Some(dense_below), ..config })
     }
 
     pub fn answer(&self) -> Result<Answer> {
@@ -195,9 +195,9 @@ fn time(ms: f64) -> String {
 
 fn planned(step: &Step<'_>, i: usize) -> Planned {
     let layer = &step.layers[i];
-    let sparse = step.choices[i] != Choice::Dense;
+    let sparse = step.choices[i].is_sparse();
     let why = if layer.kind == Kind::BiasOrNorm {
-        "a bias or norm: always dense".into()
+        format!("a bias or norm: always whole ({})", step.choices[i])
     } else {
         // What compressing it would cost, also where the plan does not.
         let quantized = step.config.method == Method::RgcAsq && layer.kind != Kind::Output;

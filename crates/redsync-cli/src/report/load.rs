@@ -3,6 +3,7 @@
 
 use anyhow::{Context, Result, anyhow, bail};
 use redsync_burn::train::{Seconds, milliseconds};
+use redsync_engine::Traffic;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -83,6 +84,7 @@ pub struct Last {
     pub metric: Option<f64>,
     pub bytes_sent: f64,
     pub dense_bytes: f64,
+    pub traffic: Traffic,
     pub seconds: Total,
 }
 
@@ -119,6 +121,8 @@ pub struct SyncStep {
     pub bytes_sent_per_step: f64,
     #[serde(default)]
     pub dense_bytes_per_step: f64,
+    #[serde(default)]
+    pub traffic: Traffic,
     /// In milliseconds there, in seconds here.
     #[serde(with = "milliseconds")]
     pub breakdown: Seconds,

@@ -5,6 +5,7 @@ use super::load::{Cell, Found, Run, Simulation};
 use super::page::{Section, figure, grid, legend, table, text};
 use anyhow::Result;
 use redsync_burn::train::Seconds;
+use redsync_engine::Traffic;
 use std::collections::BTreeMap;
 
 /// Every section that has content, in reading order.
@@ -60,6 +61,9 @@ fn summary(runs: &[Run]) -> Section {
         vec![
             format!("{} on {}", run.meta.model, run.meta.data),
             run.meta.method.clone(),
+            last.map_or("–".into(), |last| format!("{}B", short(last.bytes_sent))),
+            last.map_or("–".into(), |last| format!("{}B", short(last.dense_bytes))),
+            ratio.map_or("–".into(), |ratio| format!("1/{}", short(ratio))),
             run.meta.workers.to_string(),
             run.meta.seed.to_string(),
             short(run.meta.parameters as f64),
@@ -67,13 +71,14 @@ fn summary(runs: &[Run]) -> Section {
             epoch.map_or(String::new(), |epoch| epoch.metric_name.clone()),
             number(metric),
             last.map_or("–".into(), |last| format!("{} s", short(last.seconds.total))),
-            last.map_or("–".into(), |last| format!("{}B", short(last.bytes_sent))),
-            ratio.map_or("–".into(), |ratio| format!("1/{}", short(ratio))),
         ]
     };
     let header = [
         "training",
         "method",
+        "sent",
+        "dense",
+        "ratio",
         "workers",
         "seed",
         "parameters",
@@ -81,10 +86,8 @@ fn summary(runs: &[Run]) -> Section {
         "metric",
         "value",
         "time",
-        "sent",
-        "of dense",
     ];
-    let intro = "Sent: bytes of one rank's messages and dense gradients over the whole run.".into();
+    let intro = "Sent: everything that one rank sent in the whole run, warm-up included. Dense: what dense training sends in as many steps.".into();
     Section { title: "Runs", intro, body: table(&header, runs.iter().map(row)) }
 }
 
@@ -119,7 +122,7 @@ fn training(runs: &[Run]) -> Result<Section> {
 fn phases(found: &Found) -> Result<Section> {
     let mut names = Vec::new();
     let mut parts = Vec::new();
-    let mut sent: Vec<(String, f64, f64)> = Vec::new();
+    let mut sent: Vec<(String, f64, f64, Traffic)> = Vec::new();
     for run in found.runs.iter().filter(|run| !run.steps.is_empty()) {
         let count = run.steps.len() as f64;
         let mut mean = [0.0; 8];
@@ -130,28 +133,38 @@ fn phases(found: &Found) -> Result<Section> {
         names.push(format!("{}, {}: {} ms exposed", run.meta.model, name(run), short(exposed)));
         parts.push(mean.to_vec());
         if let Some(last) = &run.last {
-            sent.push((format!("{}, {}", run.meta.model, name(run)), last.bytes_sent, last.dense_bytes));
+            let label = format!("{}, {}", run.meta.model, name(run));
+            sent.push((label, last.bytes_sent, last.dense_bytes, last.traffic));
         }
     }
     for step in &found.steps {
         let label = format!("{} on {} ranks, {}", step.model, step.ranks, step.name());
         names.push(label.clone());
         parts.push(step.breakdown.times(1e3).phases().to_vec());
-        sent.push((label, step.bytes_sent_per_step, step.dense_bytes_per_step));
+        sent.push((label, step.bytes_sent_per_step, step.dense_bytes_per_step, step.traffic));
     }
     let phases: Vec<_> = Seconds::PHASES.iter().map(|name| (name.to_string(), false)).collect();
     let caption = "mean of one step; what overlaps is counted in each phase";
     let mut figures = figure("Time by phase", caption, &phases, &bars("ms", &names, &parts)?);
     if !sent.is_empty() {
         let header = ["run or step", "bytes sent", "dense", "share"];
-        let row = |(name, sent, dense): &(String, f64, f64)| {
+        let row = |(name, sent, dense, _): &(String, f64, f64, Traffic)| {
             let share = if *dense > 0.0 { format!("{:.3}%", 100.0 * sent / dense) } else { "–".into() };
             vec![name.clone(), short(*sent), short(*dense), share]
         };
         let names: Vec<String> = sent.iter().map(|(name, ..)| name.clone()).collect();
-        let values: Vec<Vec<f64>> = sent.iter().map(|(_, sent, _)| vec![*sent]).collect();
-        let legend = [("sent".to_string(), false)];
-        figures.push_str(&figure("Bytes", "of one rank", &legend, &bars("B", &names, &values)?));
+        // Older files do not say where their bytes went.
+        let parts = |(_, sent, _, traffic): &(String, f64, f64, Traffic)| {
+            let mut parts = traffic.parts().map(|(_, bytes)| bytes as f64).to_vec();
+            parts.push((sent - traffic.sent() as f64).max(0.0));
+            parts
+        };
+        let values: Vec<Vec<f64>> = sent.iter().map(parts).collect();
+        let unknown = values.iter().any(|parts| parts[4] > 0.0).then_some("not told");
+        let names_of_parts = Traffic::default().parts().map(|(name, _)| name).into_iter().chain(unknown);
+        let legend: Vec<_> = names_of_parts.map(|name| (name.to_string(), false)).collect();
+        let caption = "of one rank: what it sent, by where it went";
+        figures.push_str(&figure("Bytes", caption, &legend, &bars("B", &names, &values)?));
         figures.push_str(&format!(
             "<figure><h3>Bytes against dense</h3>{}</figure>",
             table(&header, sent.iter().map(row))
@@ -238,7 +251,7 @@ fn plans(found: &Found) -> Section {
         let row = |layer: &super::load::PlanLayer| {
             vec![layer.name.clone(), short(layer.size as f64), layer.choice.clone(), layer.why.clone()]
         };
-        let shown = plan.layers.iter().filter(|layer| !layer.why.ends_with("always dense"));
+        let shown = plan.layers.iter().filter(|layer| !layer.why.starts_with("a bias or norm"));
         body.push_str(&table(&["layer", "elements", "choice", "why"], shown.map(row)));
     }
     Section { title: "Plans", intro: "What the cost model expects, and what it would do.".into(), body }

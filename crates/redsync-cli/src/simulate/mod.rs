@@ -33,11 +33,12 @@ pub struct Simulate {
     /// Length of the backward pass, instead of the platform's floating-point operations
     #[arg(long, value_parser = parse_ms)]
     backward_ms: Option<f64>,
-    /// The first epochs: none, dense:EPOCHS (everything dense) or ramp:EPOCHS (25% to 0.4%, so many epochs each)
-    #[arg(long, default_value = "none", value_parser = parse_warm_up)]
-    warm_up: WarmUp,
+    /// The first epochs: none, dense:EPOCHS (everything dense) or ramp:EPOCHS (25% to 0.4%, so many epochs in all) [default: ramp:5;
+    /// none where layers are treated as in the paper]
+    #[arg(long, value_parser = parse_warm_up)]
+    warm_up: Option<WarmUp>,
     /// Epochs of the training whose average step is shown
-    #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     epochs: u64,
     /// Print one JSON document instead of a table
     #[arg(long)]
@@ -84,14 +85,17 @@ struct Row {
     share_of_dense_bytes: f64,
 }
 
+/// Steps that stand for an epoch: only the shares of the stages matter, and a ramp changes them at its fortieths.
+const PER_EPOCH: u64 = 40;
+
 fn parse_warm_up(text: &str) -> Result<WarmUp, String> {
     let wrong = || "expected none, dense:EPOCHS or ramp:EPOCHS".to_string();
     let (kind, epochs) = text.split_once(':').unwrap_or((text, "0"));
-    let epochs: u64 = epochs.parse().map_err(|_| wrong())?;
+    let epochs: u64 = epochs.parse().ok().filter(|epochs| *epochs <= 1_000_000).ok_or_else(wrong)?;
     match (kind, epochs) {
         ("none", 0) => Ok(WarmUp::None),
-        ("dense", 1..) => Ok(WarmUp::Dense(epochs)),
-        ("ramp", 1..) => Ok(WarmUp::Ramp(epochs)),
+        ("dense", 1..) => Ok(WarmUp::Dense(PER_EPOCH * epochs)),
+        ("ramp", 1..) => Ok(WarmUp::Ramp(PER_EPOCH * epochs)),
         _ => Err(wrong()),
     }
 }
@@ -110,8 +114,9 @@ impl Simulate {
         let (name, layers, recurrent) = self.model.resolve()?;
         let described = platform::load(&self.platform).map_err(refused)?;
         let (batch, compute) = self.compute(&described)?;
-        // A step stands for an epoch: only the shares of the stages matter.
-        let config = Config { warm_up: self.warm_up, ..self.model.config(recurrent, described.paper) };
+        let mut config = self.model.config(recurrent, described.paper);
+        let usual = if described.paper { WarmUp::None } else { WarmUp::Ramp(5 * PER_EPOCH) };
+        config.warm_up = self.warm_up.unwrap_or(usual);
         let question = Question { layers: &layers, config, platform: &described.platform, ranks: 1, compute };
         let alone = question.times(Method::Sgd, 1)?;
         let curve = |method| -> Result<Curve> {
@@ -165,7 +170,8 @@ impl Simulate {
             exchange_ms: 1e3 * t.exchange,
             decode_ms: 1e3 * t.decode,
             apply_ms: 1e3 * t.apply,
-            average_step_ms: 1e3 * training_time(&step, self.epochs) / self.epochs as f64,
+            average_step_ms: 1e3 * training_time(&step, PER_EPOCH * self.epochs)
+                / (PER_EPOCH * self.epochs) as f64,
             scaling: ranks as f64 * alone.step / t.step,
             speedup: dense.step / t.step,
             bytes_on_link: t.bytes_on_link.round(),

@@ -80,6 +80,10 @@ fn print(summaries: &[Summary]) {
         "loss",
         "sent",
         "of dense",
+        "of that: warm-up",
+        "messages",
+        "rest",
+        "headers",
         "forward",
         "backward",
         "wait",
@@ -88,12 +92,17 @@ fn print(summaries: &[Summary]) {
     ]);
     for s in summaries {
         let ms = |seconds: f64| format!("{:.1} ms", 1e3 * seconds / s.steps.max(1) as f64);
+        let [warm_up, messages, rest, headers] = s.traffic.parts().map(|(_, bytes)| size(bytes));
         out.add_row([
             s.method.to_string(),
             metric(s),
             format!("{:.4}", s.end.loss),
             size(s.bytes_sent),
-            format!("1/{:.0}", s.dense_bytes as f64 / s.bytes_sent.max(1) as f64),
+            format!("1/{:.0}", s.traffic.ratio()),
+            warm_up,
+            messages,
+            rest,
+            headers,
             ms(s.seconds.forward),
             ms(s.seconds.backward),
             ms(s.seconds.exchange),
@@ -102,4 +111,5 @@ fn print(summaries: &[Summary]) {
         ]);
     }
     crate::say!("{out}");
+    crate::say!("sent: by one worker in the whole run. rest: biases, norms and small or dense layers.");
 }

@@ -11,6 +11,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use options::Options;
 use progress::Teller;
+pub use progress::shares;
 use redsync_burn::train::{Ended, Observer, Optimizer, Settings, Summary, train};
 use redsync_comm::{Communicator, Tag};
 use redsync_data::DataSet;

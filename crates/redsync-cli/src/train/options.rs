@@ -58,17 +58,18 @@ pub struct Options {
     /// Fraction of a compressed layer that is sent at a step [default: 0.001]
     #[arg(long, help_heading = "Compression")]
     pub density: Option<f64>,
-    /// How compression begins: none (at once), dense (after dense epochs) or ramp (25, 6.25, 1.6, 0.4%, some epochs each)
-    /// [default: dense]
+    /// How compression begins: ramp (25, 6.25, 1.6 and 0.4%, for 1, 3, 9 and 27 fortieths of it; all of it sends what 1/240 of its
+    /// steps would send if they were dense), dense (everything is sent as it is) or none [default: ramp; dense with --paper]
     #[arg(long, help_heading = "Compression")]
     pub warm_up: Option<String>,
-    /// The epochs of that [default: 1]
+    /// Epochs of that, or a part of one [default: for a ramp 5, but at most 5/6 of the training; 1 if it is dense]
     #[arg(long, help_heading = "Compression", value_name = "EPOCHS")]
     pub warm_up_epochs: Option<f64>,
-    /// Layers of fewer bytes are sent dense [default: 131072]
+    /// Weights of fewer bytes are not compressed, but sent whole [default: 4096; 131072 with --paper]
     #[arg(long, help_heading = "Compression", value_name = "BYTES")]
     pub dense_below: Option<usize>,
-    /// How biases, norms and weights of less than 4096 bytes travel: 2bit (two bits per element, the error kept) or f32 [default: 2bit]
+    /// How biases, norms and weights of less than 4096 bytes travel: 8bit, 2bit (so many bits per element, the error kept for
+    /// later steps) or f32 [default: 8bit; always f32 with --paper]
     #[arg(long, help_heading = "Compression")]
     pub rest: Option<String>,
     /// Measure machine and network first, some seconds long, and compress the layers for which that is predicted to be faster
@@ -80,7 +81,8 @@ pub struct Options {
     /// Clear the momentum of what was sent [default: true]
     #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
     pub masking: Option<bool>,
-    /// Send values that are not quantized as bf16
+    /// Send values that are not quantized as bf16, or in eight bits (the output layer with rgc+asq), the error kept for later
+    /// steps [default: true; never with --paper]
     #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
     pub bf16: Option<bool>,
 
@@ -177,10 +179,10 @@ impl Options {
         macro_rules! set {
             ($($field:ident)*) => { $(if let Some(value) = &self.$field { s.$field = value.clone(); })* };
         }
-        set!(data density dense_below auto masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
+        set!(data density auto masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
             weight_decay seed log_every check_every checkpoint_every);
         (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
-        s.checkpoint_dir = self.checkpoint_dir.clone();
+        (s.dense_below, s.checkpoint_dir) = (self.dense_below, self.checkpoint_dir.clone());
         if let Some(clip) = self.clip {
             s.clip = (clip != 0.0).then_some(clip);
         }
@@ -197,12 +199,12 @@ impl Options {
         choose(&mut s.rest, "rest", &self.rest, Rest::from_name, &Rest::ALL.map(Rest::name))?;
         choose(&mut s.optimizer, "optimizer", &self.optimizer, Optimizer::from_name, &Optimizer::NAMES)?;
         choose(&mut s.schedule, "schedule", &self.schedule, Schedule::from_name, &Schedule::NAMES)?;
-        s.warm_up = WarmUp::usual(s.epochs);
-        let dense = self.warm_up.as_deref() == Some("dense");
-        let epochs = self.warm_up_epochs.unwrap_or(if dense { 1.0 } else { s.warm_up.epochs() });
-        let warm_up = self.warm_up.clone().or_else(|| Some(s.warm_up.name().into()));
+        s.warm_up = WarmUp::usual(s.preset, s.epochs);
+        let name = self.warm_up.as_deref().unwrap_or(s.warm_up.name());
+        let usual = if name == "dense" { 1.0 } else { WarmUp::usual(Preset::Carried, s.epochs).epochs() };
+        let epochs = self.warm_up_epochs.unwrap_or(usual);
         let named = |name: &str| WarmUp::from_name(name, epochs);
-        choose(&mut s.warm_up, "warm-up", &warm_up, named, &WarmUp::NAMES)?;
+        choose(&mut s.warm_up, "warm-up", &Some(name.into()), named, &WarmUp::NAMES)?;
         let names: Vec<&str> = redsync_data::names().collect();
         if !names.contains(&&*s.data) {
             return Err(usage(format!("unknown data set {}: {}", s.data, nearest(&s.data, &names))));

@@ -6,6 +6,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use redsync_burn::train::{
     EpochRecord, LayerRecord, Metrics, Observer, RunRecord, StepRecord, Summary, TrainError,
 };
+use redsync_engine::Traffic;
 use std::io::IsTerminal;
 use std::path::Path;
 
@@ -85,16 +86,15 @@ impl Observer for Teller {
     }
 
     fn epoch(&mut self, record: &EpochRecord, layers: &[LayerRecord]) -> Result<(), TrainError> {
-        let sent: u64 = layers.iter().map(|layer| layer.bytes_sent).sum();
-        let dense: usize = layers.iter().map(|layer| 4 * layer.size).sum();
         self.line(format!(
-            "epoch {:>3}  loss {:.4}  {}  {:.0}/s  {:.1} s  sent per step 1/{:.0}",
+            "epoch {:>3}  loss {:.4}  {}  {:.0}/s  {:.1} s  sent so far {}, 1/{:.0} of dense",
             record.epoch,
             record.train_loss,
             self.metric(record.metric),
             record.images_per_second,
             record.seconds,
-            dense as f64 / sent.max(1) as f64,
+            size(record.bytes_sent),
+            record.dense_bytes as f64 / record.bytes_sent.max(1) as f64,
         ));
         self.metrics.epoch(record, layers)
     }
@@ -113,7 +113,6 @@ impl Drop for Teller {
 
 /// What came out of one training.
 pub fn print(summary: &Summary, out: &Path) {
-    let ratio = summary.dense_bytes as f64 / summary.bytes_sent.max(1) as f64;
     crate::say!(
         "{} {} after {} steps of {} workers with {}",
         summary.metric_name,
@@ -123,9 +122,11 @@ pub fn print(summary: &Summary, out: &Path) {
         summary.method,
     );
     crate::say!(
-        "each worker sent {}; dense SGD would have sent {}, {ratio:.0} times as much",
+        "in the whole run each worker sent {}, 1/{:.0} of the {} of dense SGD: {}",
         size(summary.bytes_sent),
-        size(summary.dense_bytes)
+        summary.traffic.ratio(),
+        size(summary.dense_bytes),
+        shares(&summary.traffic),
     );
     let s = &summary.seconds;
     let mut out_table = table(&["phase", "seconds", "share of the steps"]);
@@ -149,6 +150,13 @@ pub fn print(summary: &Summary, out: &Path) {
     crate::say!("{out_table}");
     crate::say!("replicas are equal on all workers: {}", summary.replica_hash);
     crate::say!("metrics are in {}", out.display());
+}
+
+/// Where bytes went: `warm-up 62%, messages 20%, rest 15%, headers 3%`.
+pub fn shares(traffic: &Traffic) -> String {
+    let share = |bytes: u64| 100.0 * bytes as f64 / traffic.sent().max(1) as f64;
+    let part = |(name, bytes): (&str, u64)| format!("{name} {:.0}%", share(bytes));
+    traffic.parts().map(part).join(", ")
 }
 
 /// 12345678 as 12.3 MB.

@@ -40,7 +40,7 @@ pub fn candidates(
         limits.extend(layers.iter().filter(worth).map(|layer| 4 * layer.size));
     }
     let consider = |dense_below| {
-        let config = Config { dense_below, ..config.clone() };
+        let config = Config { dense_below: Some(dense_below), ..config.clone() };
         let choices = plan::choices(layers, &config)?;
         let step = Step { layers, choices: &choices, config: &config, platform, ranks, compute };
         Ok(Candidate { dense_below, times: step.times_at(Stage::Sparse(config.density)) })
@@ -110,7 +110,7 @@ mod tests {
                 for ranks in [2, 4, 64] {
                     let platform = Platform { network: Network::new(20e-6, beta), ..round() };
                     let time = |method, dense_below| {
-                        let config = Config { method, dense_below, ..Config::default() };
+                        let config = Config { method, dense_below: Some(dense_below), ..Config::default() };
                         let choices = plan::choices(&model.layers, &config).unwrap();
                         let compute = Compute::default();
                         let (layers, choices) = (&model.layers[..], &choices[..]);
@@ -138,7 +138,7 @@ mod tests {
             ..round()
         };
         let limit = dense_below(&model.layers, &config, &platform, 4, Compute::default()).unwrap();
-        let config = Config { dense_below: limit, ..config };
+        let config = Config { dense_below: Some(limit), ..config };
         let choices = plan::choices(&model.layers, &config).unwrap();
         let at = model.layers.iter().position(|layer| layer.name == "classifier.1.weight").unwrap();
         assert_eq!(choices[at], Choice::Dense);

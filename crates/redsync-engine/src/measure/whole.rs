@@ -48,7 +48,7 @@ impl<'a> Trial<'a> {
         let config = Config {
             method: Method::RgcAsq,
             layers: BTreeMap::new(),
-            dense_below: 0,
+            dense_below: Some(0),
             figures: None,
             warm_up: WarmUp::None,
             clip: None,

@@ -52,7 +52,15 @@ pub fn layers() -> Vec<Layer> {
 /// Everything that can be compressed is, however small, and the rest and all values are exact; a hang ends soon.
 pub fn config(method: Method, density: f64) -> Config {
     let deadline = Duration::from_secs(8);
-    Config { method, density, dense_below: 0, rest: Rest::F32, bf16: false, deadline, ..Config::default() }
+    Config {
+        method,
+        density,
+        dense_below: Some(0),
+        rest: Rest::F32,
+        bf16: false,
+        deadline,
+        ..Config::default()
+    }
 }
 
 /// Density 1 and no masking: what must be the same as dense training.

@@ -3,7 +3,8 @@
 use super::player::Measured;
 use super::{Comm, Sync};
 use crate::bench::{grouped, median, table};
-use redsync_engine::{Choice, Layer, LayerStats};
+use crate::train::shares;
+use redsync_engine::{Choice, Layer, LayerStats, Traffic};
 use serde::Serialize;
 
 #[derive(Debug, Serialize)]
@@ -17,6 +18,8 @@ pub struct Report {
     /// Of one rank: its messages and its dense gradients, each counted once.
     bytes_sent_per_step: u64,
     dense_bytes_per_step: u64,
+    /// Where the bytes of the last step went.
+    traffic: Traffic,
     /// The part of both that compressed layers have.
     compressed_bytes_sent: u64,
     compressed_dense_bytes: u64,
@@ -61,7 +64,7 @@ impl Sync {
             [part(|s| s.select_ms), part(|s| s.encode_ms), part(|s| s.decode_ms), part(|s| s.apply_ms)];
         let exchange = (sync_ms - select - encode - decode - apply).max(0.0);
         let last = alone.last().map(|m| &m.stats.layers[..]).unwrap_or(&[]);
-        let compressed = |i: &usize| choices[*i] != Choice::Dense;
+        let compressed = |i: &usize| choices[*i].is_sparse();
         Report {
             ranks,
             model: self.model.clone(),
@@ -71,6 +74,7 @@ impl Sync {
             comm: self.comm,
             bytes_sent_per_step: last.iter().map(|s| s.bytes_sent).sum(),
             dense_bytes_per_step: layers.iter().map(|layer| 4 * layer.size as u64).sum(),
+            traffic: alone.last().map(|m| m.stats.traffic).unwrap_or_default(),
             compressed_bytes_sent: (0..last.len()).filter(compressed).map(|i| last[i].bytes_sent).sum(),
             compressed_dense_bytes: (0..layers.len())
                 .filter(compressed)
@@ -88,13 +92,14 @@ impl Sync {
     pub(super) fn print(&self, report: &Report) {
         let ratio = report.dense_bytes_per_step as f64 / report.bytes_sent_per_step.max(1) as f64;
         crate::say!(
-            "{} on {} {:?} ranks with {}: {} bytes sent per step, dense {} ({ratio:.0} times as much)",
+            "{} on {} {:?} ranks with {}: {} bytes sent per step, dense {} ({ratio:.0} times as much): {}",
             report.model,
             report.ranks,
             report.comm,
             report.method,
             grouped(report.bytes_sent_per_step as usize),
             grouped(report.dense_bytes_per_step as usize),
+            shares(&report.traffic),
         );
         let mut out = table(&["phase", "median"]);
         let Breakdown { select, encode, exchange, decode, apply } = &report.breakdown;
