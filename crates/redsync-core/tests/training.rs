@@ -5,7 +5,9 @@ mod common;
 
 use common::{density, send};
 use proptest::prelude::*;
-use redsync_core::{Compressor, Config, Momentum, Selector, Sparse, Values, Workspace, apply};
+use redsync_core::{
+    Compressor, Config, ConfigError, IndexCode, Momentum, Selector, Sparse, Values, Workspace, apply,
+};
 
 const LR: f32 = 0.1;
 

@@ -223,15 +223,16 @@ fn well_sealed_nonsense_is_refused() {
     assert_eq!(with(7, 0x3f), Level { level: 3, value: 1.0 });
     assert_eq!(with(3, 0x7f), Level { level: 1, value: f32::INFINITY });
     assert_eq!(why(two, rice, &[2], &levels), Payload { count: 2, bytes: 8 });
+    // With one of eight elements the parameter is 2: index 0 is the bits `1 0 0`.
     let scaled = |scale: f32, bytes: &[u8]| [&scale.to_le_bytes()[..], bytes].concat();
     for scale in [-0.5, -0.0, f32::INFINITY, f32::MAX / 100.0] {
-        assert_eq!(why(eight, rice, &[1], &scaled(scale, &[1, 0x80])), Scale { scale });
+        assert_eq!(why(eight, rice, &[1], &scaled(scale, &[1, 0x01])), Scale { scale });
     }
-    let nan = why(eight, rice, &[1], &scaled(f32::NAN, &[1, 0x80]));
+    let nan = why(eight, rice, &[1], &scaled(f32::NAN, &[1, 0x01]));
     assert!(matches!(nan, Scale { scale } if scale.is_nan()));
     let wrong = |multiple, scale| Multiple { position: 0, multiple, scale };
-    assert_eq!(why(eight, rice, &[1], &scaled(0.5, &[0x80, 0x80])), wrong(-128, 0.5));
-    assert_eq!(why(eight, rice, &[1], &scaled(0.0, &[0xff, 0x80])), wrong(-1, 0.0));
+    assert_eq!(why(eight, rice, &[1], &scaled(0.5, &[0x80, 0x01])), wrong(-128, 0.5));
+    assert_eq!(why(eight, rice, &[1], &scaled(0.0, &[0xff, 0x01])), wrong(-1, 0.0));
     assert_eq!(why(eight, every, &[8], &scaled(0.5, &[0; 9])), Payload { count: 8, bytes: 13 });
 }
 
