@@ -108,7 +108,12 @@ pub struct Compressor {
     config: Config,
     residual: Residual,
     memory: Memory,
-    memory_before: Memory,
+    /// The learning rate of the step at which v was last accumulated, in whose units it is; None if nobody told it.
+    rate: Option<f32>,
+    /// The rate of the steps to come.
+    next_rate: Option<f32>,
+    /// Memory and rate before the last step.
+    before: (Memory, Option<f32>),
     /// Counts what changed v: candidates that were found in an earlier one are void.
     changes: u64,
 }
@@ -125,7 +130,9 @@ impl Compressor {
             config,
             residual: residual(n),
             memory,
-            memory_before: memory,
+            rate: None,
+            next_rate: None,
+            before: (memory, None),
             changes: 0,
         })
     }
@@ -155,10 +162,43 @@ impl Compressor {
         self.memory
     }
 
+    /// The learning rate in whose units v is, if it was told: state like u and v.
+    pub fn rate(&self) -> Option<f32> {
+        self.rate
+    }
+
+    /// The learning rate at which what is sent from the next step on will be applied. What waits in v was accumulated at earlier
+    /// rates; it is rescaled, so that it moves the weights as far as it would have moved them then. A rate of zero moves
+    /// nothing, and changes nothing here.
+    ///
+    /// ```
+    /// use redsync_core::{Compressor, Config, Gradient, Workspace};
+    /// let (mut layer, mut workspace) = (Compressor::new(0, "weight", 2, Config::default())?, Workspace::new(1));
+    /// layer.set_rate(0.5)?;
+    /// layer.accumulate(0, Gradient::F32(&[3.0, 2.0]), 1.0, &mut workspace)?;
+    /// layer.select(0, &mut workspace); // sends the 3
+    /// layer.set_rate(0.25)?;
+    /// layer.accumulate(1, Gradient::F32(&[0.0, 0.0]), 1.0, &mut workspace)?;
+    /// assert_eq!(layer.residual().v(), [0.0, 4.0]); // 4 * 0.25 is 2 * 0.5
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn set_rate(&mut self, rate: f32) -> Result<(), Unfit> {
+        if !(rate >= 0.0 && rate.is_finite()) {
+            return Err(Unfit::Rate(rate));
+        }
+        if rate > 0.0 {
+            self.next_rate = Some(rate);
+        }
+        Ok(())
+    }
+
     /// Replaces the whole state of the layer, as read from a checkpoint; after an error nothing has changed.
-    pub fn restore(&mut self, u: &[f32], v: &[f32], memory: Memory) -> Result<(), Unfit> {
+    pub fn restore(&mut self, u: &[f32], v: &[f32], memory: Memory, rate: Option<f32>) -> Result<(), Unfit> {
+        if let Some(rate) = rate.filter(|rate| !(*rate > 0.0 && rate.is_finite())) {
+            return Err(Unfit::Rate(rate));
+        }
         self.residual.restore(u, v)?;
-        (self.memory, self.changes) = (memory, self.changes + 1);
+        (self.memory, self.rate, self.changes) = (memory, rate, self.changes + 1);
         Ok(())
     }
 
@@ -244,10 +284,16 @@ impl Compressor {
         // Where everything is sent, nothing need be found.
         let everything = self.config.indices == IndexCode::Every;
         let selector = if everything { Selector::Exact } else { self.config.selector };
-        let wanted = selector.wants(&self.memory, phase, k);
+        let carry = match (self.rate, self.next_rate) {
+            (Some(was), Some(is)) => was / is,
+            _ => 1.0,
+        };
+        let memory = self.memory.scaled(carry);
+        let wanted = selector.wants(&memory, phase, k);
         workspace.found_in = None;
-        self.residual.accumulate(gradient, scale, phase, wanted, workspace).map_err(refuse)?;
-        (self.memory_before, self.changes) = (self.memory, self.changes + 1);
+        self.residual.accumulate(gradient, scale, carry, phase, wanted, workspace).map_err(refuse)?;
+        (self.before, self.changes) = ((self.memory, self.rate), self.changes + 1);
+        (self.memory, self.rate) = (memory, self.next_rate.or(self.rate));
         workspace.found_in = Some(self.view(phase));
         Ok(())
     }
@@ -335,7 +381,7 @@ impl Compressor {
     /// skipped. There is one to take back only with [`Config::undo`], and only once.
     pub fn roll_back(&mut self) -> Result<(), Unfit> {
         self.residual.roll_back()?;
-        (self.memory, self.changes) = (self.memory_before, self.changes + 1);
+        ((self.memory, self.rate), self.changes) = (self.before, self.changes + 1);
         Ok(())
     }
 }

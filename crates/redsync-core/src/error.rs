@@ -95,6 +95,9 @@ pub enum Unfit {
     /// A momentum that is not a number from 0 to below 1.
     #[error("momentum {0} is not at least 0 and below 1")]
     Coefficient(f32),
+    /// A learning rate that is negative or not finite.
+    #[error("a learning rate of {0} is none")]
+    Rate(f32),
     /// Momentum keeps its form.
     #[error("momentum cannot change from {from} to {to}")]
     Form {

@@ -173,12 +173,13 @@ impl Residual {
         self.forget_before();
     }
 
-    /// Accumulates `scale` times the gradient, and in the same pass collects in the workspace what the selection wants to
-    /// know of the result.
+    /// Accumulates `scale` times the gradient onto `carry` times what is there, and in the same pass collects in the workspace
+    /// what the selection wants to know of the result.
     pub(crate) fn accumulate(
         &mut self,
         gradient: Gradient<'_>,
         scale: f32,
+        carry: f32,
         phase: Phase,
         wanted: Wanted,
         workspace: &mut Workspace,
@@ -196,6 +197,7 @@ impl Residual {
             level: workspace.level,
             rule: self.momentum.rule(),
             scale,
+            carry,
             lens: phase.lens(),
             stats: wanted.stats,
         };
@@ -216,7 +218,7 @@ impl Residual {
                     self.v.copy_from_slice(v);
                     self.u.copy_from_slice(u);
                 }
-                false => self.take_back(gradient, scale),
+                false => self.take_back(gradient, scale, carry),
             }
             return Err(why);
         }
@@ -227,7 +229,7 @@ impl Residual {
     }
 
     /// Undoes a pass that turned out not to be finite.
-    fn take_back(&mut self, gradient: Gradient<'_>, scale: f32) {
+    fn take_back(&mut self, gradient: Gradient<'_>, scale: f32, carry: f32) {
         if let Some(before) = &mut self.before {
             std::mem::swap(&mut self.u, &mut before.u);
             std::mem::swap(&mut self.v, &mut before.v);
@@ -248,6 +250,7 @@ impl Residual {
                 Momentum::Plain(_) => ((*u - g) / m, *v - *u),
                 Momentum::Nesterov(_) => (*u / m - g, *v - (*u + g)),
             };
+            *v /= carry;
             if !u.is_finite() || !v.is_finite() {
                 (*u, *v) = (0.0, 0.0);
             }

@@ -204,13 +204,13 @@ fn saved_state_is_restored_or_refused() {
     let mut fresh = Compressor::new(7, "conv3.weight", 50, *saved.config()).unwrap();
     let (u, v) = (saved.residual().u(), saved.residual().v());
     let memory = Memory::from_phases(saved.memory().phases()).unwrap();
-    fresh.restore(u, v, memory).unwrap();
+    fresh.restore(u, v, memory, None).unwrap();
     assert_eq!(state(&fresh), state(&saved));
     let refused = |outcome: Result<(), Unfit>| outcome.unwrap_err().to_string();
-    assert_eq!(refused(fresh.restore(&u[1..], v, memory)), "u has 49 elements instead of 50");
+    assert_eq!(refused(fresh.restore(&u[1..], v, memory, None)), "u has 49 elements instead of 50");
     let mut poisoned = v.to_vec();
     poisoned[3] = f32::NAN;
-    assert_eq!(refused(fresh.restore(u, &poisoned, memory)), "v is NaN at element 3");
+    assert_eq!(refused(fresh.restore(u, &poisoned, memory, None)), "v is NaN at element 3");
     assert_eq!(
         refused(fresh.adopt_momentum(&u[1..], 2)),
         "the momentum buffer has 49 elements instead of 50"

@@ -104,6 +104,43 @@ proptest! {
         prop_assert!(close(&compressed(&w, &steps[at..], &mut layers), &whole[at..]));
     }
 
+    /// Whatever the rate does: what was sent, each at the rate of its step, and what waits, at the last one, are together what dense
+    /// SGD moves. A step that is taken back takes the change of the rate back too.
+    #[test]
+    fn what_waits_keeps_the_rate_at_which_it_came(
+        (w, steps) in runs(), momentum in momenta(), fraction in 0.01f64..1.0,
+        rates in proptest::collection::vec(0.01f32..1.0, 12), again: bool,
+    ) {
+        let (size, n) = (w.len(), steps[0].len());
+        let config = Config { density: density(fraction), momentum, masking: false, undo: again, ..Config::default() };
+        let (mut layers, mut workspace) = (ranks(n, size, config), Workspace::new(1));
+        let (mut moved, mut dense_moved, mut b) = (vec![0f64; size], vec![0f64; size], vec![0f64; size]);
+        for (step, (gradients, rate)) in steps.iter().zip(&rates).enumerate() {
+            for (layer, g) in layers.iter_mut().zip(gradients) {
+                if again {
+                    layer.set_rate(7.0 * rate).unwrap();
+                    send(layer, step as u64, g, 1.0 / n as f32, &mut workspace);
+                    layer.roll_back().unwrap();
+                }
+                layer.set_rate(*rate).unwrap();
+                let sent = send(layer, step as u64, g, 1.0 / n as f32, &mut workspace);
+                sent.iter().for_each(|(i, x)| moved[i as usize] += f64::from(rate * x));
+            }
+            let m = f64::from(momentum.coefficient());
+            for i in 0..size {
+                let g = mean(gradients, i);
+                b[i] = m * b[i] + g;
+                let update = if matches!(momentum, Momentum::Nesterov(_)) { g + m * b[i] } else { b[i] };
+                dense_moved[i] += f64::from(*rate) * update;
+            }
+        }
+        let last = f64::from(rates[steps.len() - 1]);
+        for i in 0..size {
+            let waits: f64 = layers.iter().map(|layer| f64::from(layer.residual().v()[i])).sum();
+            prop_assert!((moved[i] + last * waits - dense_moved[i]).abs() < 1e-4, "{i}");
+        }
+    }
+
     /// Nothing is lost or sent twice: what was sent plus what is left is what came in.
     #[test]
     fn sent_plus_rest_is_what_came_in(

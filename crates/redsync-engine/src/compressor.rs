@@ -34,6 +34,9 @@ pub trait LayerCompressor: Send {
     /// Changes the coefficient of the momentum; its form stays.
     fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit>;
 
+    /// The learning rate at which what is sent from the next step on is applied; what waits is rescaled to it.
+    fn set_rate(&mut self, rate: f32) -> Result<(), Unfit>;
+
     /// Starts from this rank's share of an optimizer's momentum buffer.
     fn adopt_momentum(&mut self, buffer: &[f32], ranks: usize) -> Result<(), Unfit>;
 
@@ -110,6 +113,10 @@ impl LayerCompressor for Compressor {
         Compressor::set_momentum(self, momentum)
     }
 
+    fn set_rate(&mut self, rate: f32) -> Result<(), Unfit> {
+        Compressor::set_rate(self, rate)
+    }
+
     fn adopt_momentum(&mut self, buffer: &[f32], ranks: usize) -> Result<(), Unfit> {
         Compressor::adopt_momentum(self, buffer, ranks)
     }
@@ -122,6 +129,7 @@ impl LayerCompressor for Compressor {
             u: self.residual().u().to_vec(),
             v: self.residual().v().to_vec(),
             memory: self.memory(),
+            rate: self.rate(),
         }
     }
 
@@ -149,7 +157,7 @@ impl LayerCompressor for Compressor {
             // u is of the momentum of its step; a schedule goes on from there.
             Compressor::set_momentum(self, state.momentum)?;
         }
-        Compressor::restore(self, &state.u, &state.v, state.memory)
+        Compressor::restore(self, &state.u, &state.v, state.memory, state.rate)
     }
 
     fn norm(&self) -> f64 {

@@ -67,6 +67,14 @@ impl Layers {
         self.change(layer, |compressor| compressor.set_momentum(momentum))
     }
 
+    /// A dense layer has nothing that waits.
+    pub fn set_rate(&mut self, layer: usize, rate: f32) -> Result<(), SyncError> {
+        match self.compressors.get(layer) {
+            Some(None) => Ok(()),
+            _ => self.change(layer, |compressor| compressor.set_rate(rate)),
+        }
+    }
+
     pub fn adopt_momentum(&mut self, layer: usize, buffer: &[f32], ranks: usize) -> Result<(), SyncError> {
         self.change(layer, |compressor| compressor.adopt_momentum(buffer, ranks))
     }

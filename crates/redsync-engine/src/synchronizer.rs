@@ -355,6 +355,14 @@ impl Synchronizer {
         lock(&self.shared.compressed).norm(layer)
     }
 
+    /// The learning rate at which the updates of the step that is under way will be applied to a layer, before its first gradient:
+    /// what waits in the residual since steps of other rates is rescaled, so that it moves the weights as far as it would have
+    /// moved them then. Without it a rate that falls takes away from everything that waits. All ranks say the same.
+    pub fn set_rate(&self, layer: usize, rate: f32) -> Result<(), SyncError> {
+        self.submitter.inbox().check_between()?;
+        lock(&self.shared.compressed).set_rate(layer, rate)
+    }
+
     /// After a dense warm-up: a compressed layer carries on with its share of the optimizer's momentum buffer.
     pub fn adopt_momentum(&self, layer: usize, buffer: &[f32]) -> Result<(), SyncError> {
         lock(&self.shared.compressed).adopt_momentum(layer, buffer, self.shared.comm.size())

@@ -347,6 +347,10 @@ impl LayerCompressor for Far {
         self.0.set_momentum(momentum)
     }
 
+    fn set_rate(&mut self, rate: f32) -> Result<(), Unfit> {
+        self.0.set_rate(rate)
+    }
+
     fn adopt_momentum(&mut self, buffer: &[f32], ranks: usize) -> Result<(), Unfit> {
         self.0.adopt_momentum(buffer, ranks)
     }

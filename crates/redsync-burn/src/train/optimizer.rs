@@ -95,9 +95,11 @@ impl Descent {
         Ok(())
     }
 
-    /// Before a step: layers that have become sparse take their momentum along.
-    pub fn hand_over(&mut self, sync: &Synchronizer) -> Result<(), TrainError> {
+    /// Before a step: layers learn the rate at which it will be applied, and those that have become sparse take their momentum
+    /// along.
+    pub fn hand_over(&mut self, sync: &Synchronizer, rate: f32) -> Result<(), TrainError> {
         for (layer, buffer) in self.buffers.iter_mut().enumerate() {
+            sync.set_rate(layer, rate)?;
             if sync.is_sparse(layer) && !buffer.is_empty() {
                 sync.adopt_momentum(layer, buffer)?;
                 *buffer = Vec::new();

@@ -216,7 +216,7 @@ impl<'a, T: Task> Trainer<'a, T> {
     ) -> Result<bool, TrainError> {
         let step = self.sync.step();
         let rate = self.pace.at(step);
-        self.descent.hand_over(&self.sync)?;
+        self.descent.hand_over(&self.sync, rate)?;
         let begin = Instant::now();
         let failure = Arc::new(Mutex::new(None));
         let loss = self.forward(epoch, at, self.on_gradient(&failure));

@@ -77,11 +77,11 @@ impl Level {
 /// What a pass does to u and v before it compares.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Rule {
-    /// v += s*g
+    /// v = c*v + s*g
     Plain,
-    /// u = m*u + s*g; v += u
+    /// u = m*u + s*g; v = c*v + u
     Momentum(f32),
-    /// u = m*(u + s*g); v += u + s*g
+    /// u = m*(u + s*g); v = c*v + (u + s*g)
     Nesterov(f32),
 }
 
@@ -103,8 +103,10 @@ impl Rule {
 pub(crate) struct Plan {
     pub level: Level,
     pub rule: Rule,
-    /// Multiplies the gradient as it enters (1/N).
+    /// Multiplies the gradient as it enters (s above: 1/N).
     pub scale: f32,
+    /// Multiplies what v held before (c above).
+    pub carry: f32,
     pub lens: Lens,
     /// Whether [`Stats`] are wanted.
     pub stats: bool,
@@ -336,7 +338,8 @@ mod tests {
                     (Phase::Positive, true, false),
                     (Phase::Negative, false, true),
                 ] {
-                    let plan = |level| Plan { level, rule, scale: 0.3, lens: phase.lens(), stats };
+                    let plan =
+                        |level| Plan { level, rule, scale: 0.3, carry: 1.25, lens: phase.lens(), stats };
                     let portable = run(&plan(Level::Portable), save, 900.0, &g, &u, &v);
                     for level in here() {
                         let result = run(&plan(level), save, 900.0, &g, &u, &v);
@@ -352,9 +355,9 @@ mod tests {
         fn every_level_gives_the_same_bits(
             rule in rules(), (g, u, v) in inputs(), floor in 0f32..500.0, scale in 0.1f32..2.0,
             phase in prop_oneof![Just(Phase::Both), Just(Phase::Positive), Just(Phase::Negative)],
-            save: bool, stats: bool,
+            save: bool, stats: bool, carry in prop_oneof![Just(1f32), 0.1f32..4.0],
         ) {
-            let plan = |level| Plan { level, rule, scale, lens: phase.lens(), stats };
+            let plan = |level| Plan { level, rule, scale, carry, lens: phase.lens(), stats };
             let portable = run(&plan(Level::Portable), save, floor, &g, &u, &v);
             for level in here() {
                 prop_assert_eq!(&portable, &run(&plan(level), save, floor, &g, &u, &v), "{:?}", level);
@@ -367,7 +370,8 @@ mod tests {
             phase in prop_oneof![Just(Phase::Both), Just(Phase::Positive), Just(Phase::Negative)],
         ) {
             let (lens, zeros) = (phase.lens(), vec![0.0; v.len()]);
-            let plan = Plan { level: Level::best(), rule: Rule::Plain, scale: 1.0, lens, stats: true };
+            let level = Level::best();
+            let plan = Plan { level, rule: Rule::Plain, scale: 1.0, carry: 1.0, lens, stats: true };
             let (mut changed, mut saved, mut found) = (v.clone(), Field::zeros(v.len()), Vec::new());
             let slices = Slices {
                 gradient: &zeros, u: &mut [], v: &mut changed, saved_u: &mut [], saved_v: &mut saved, base: 0

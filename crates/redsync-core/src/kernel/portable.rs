@@ -15,7 +15,7 @@ pub(super) fn pass<const KIND: u8, const STATS: bool>(
 /// The rule for one element: the next u (meaningless without momentum) and the next v.
 #[inline(always)]
 fn rule<const KIND: u8>(plan: &Plan, g: f32, u: f32, v: f32) -> (f32, f32) {
-    let (g, m) = (g * plan.scale, plan.rule.coefficient());
+    let (g, m, v) = (g * plan.scale, plan.rule.coefficient(), v * plan.carry);
     match KIND {
         PLAIN => (0.0, v + g),
         MOMENTUM => {

@@ -123,6 +123,7 @@ unsafe fn pass_lanes<R: Registers, const KIND: u8, const STATS: bool, const SAVE
         keep: registers.bits(plan.lens.keep),
         flip: registers.bits(plan.lens.flip),
         scale: registers.floats(plan.scale),
+        carry: registers.floats(plan.carry),
         coefficient: registers.floats(plan.rule.coefficient()),
         floor: registers.bits(floor.to_bits()),
         largest: registers.bits(0),
@@ -174,6 +175,7 @@ struct Walk<R: Registers> {
     keep: R::Bits,
     flip: R::Bits,
     scale: R::Floats,
+    carry: R::Floats,
     coefficient: R::Floats,
     floor: R::Bits,
     largest: R::Bits,
@@ -253,7 +255,7 @@ impl<R: Registers> Walk<R> {
                 if SAVE {
                     r.stream(self.saved_v.add(at), old);
                 }
-                let next = r.add(old, step);
+                let next = r.add(r.mul(old, self.carry), step);
                 r.store(self.v.add(at), next);
                 next
             };

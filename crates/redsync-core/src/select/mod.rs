@@ -132,6 +132,13 @@ impl Memory {
         &mut self.0[phase.code() as usize]
     }
 
+    /// What it would remember if v had been `factor` times as large.
+    pub(crate) fn scaled(self, factor: f32) -> Self {
+        let times = |x: f32| (x * factor).min(f32::MAX);
+        let scaled = |m: Remembered| Remembered { threshold: times(m.threshold), least: times(m.least), ..m };
+        Memory(self.0.map(scaled))
+    }
+
     /// The three phases (both signs, positive, negative), to be saved.
     pub fn phases(&self) -> [Remembered; 3] {
         self.0

@@ -17,6 +17,9 @@ struct LayerEntry {
     momentum: (Form, u32),
     /// For each phase the bits of threshold and least, and searched.
     memory: [[u32; 3]; 3],
+    /// The bits of the learning rate; older files have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    rate: Option<u32>,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -46,6 +49,7 @@ impl LayerEntry {
             has_u: !layer.u.is_empty(),
             momentum: (form, layer.momentum.coefficient().to_bits()),
             memory: layer.memory.bits(),
+            rate: layer.rate.map(f32::to_bits),
         }
     }
 
@@ -121,7 +125,8 @@ pub(super) fn join(content: Content) -> Result<Saved, String> {
         let u = if entry.has_u { take("u", &entry.name, entry.size)? } else { Vec::new() };
         let v = take("v", &entry.name, entry.size)?;
         let (momentum, memory) = (entry.momentum(), entry.memory()?);
-        Ok(LayerState { name: entry.name, size: entry.size, momentum, u, v, memory })
+        let rate = entry.rate.map(f32::from_bits);
+        Ok(LayerState { name: entry.name, size: entry.size, momentum, u, v, memory, rate })
     };
     let layers = layers.into_iter().map(&mut layer).collect::<Result<_, String>>()?;
     let mut vector = |entry: ExtraEntry| Ok((take("extra", &entry.name, entry.size)?, entry.name));

@@ -51,6 +51,8 @@ pub struct LayerState {
     pub v: Vec<f32>,
     /// What the selector remembers.
     pub memory: Memory,
+    /// The learning rate in whose units v is, if it was told.
+    pub rate: Option<f32>,
 }
 
 /// The state of one rank after a step.
@@ -256,6 +258,9 @@ impl LayerState {
         let coefficient = self.momentum.coefficient();
         if !(0.0..1.0).contains(&coefficient) {
             return Err(Unfit::Coefficient(coefficient).to_string());
+        }
+        if let Some(rate) = self.rate.filter(|rate| !(*rate > 0.0 && rate.is_finite())) {
+            return Err(Unfit::Rate(rate).to_string());
         }
         if Memory::from_phases(self.memory.phases()).is_none() {
             return Err("the selector remembers a threshold that is none".into());

@@ -33,11 +33,13 @@ impl Saved {
     }
 }
 
-/// Adds u and v of a state with the same layers.
+/// Adds u and v of a state with the same layers; v in units of the rate of the first, since a rank that was not asked for a layer
+/// for some steps has an older one.
 fn add(to: &mut Saved, other: &Saved) {
     for (layer, more) in to.layers.iter_mut().zip(&other.layers) {
         layer.u.iter_mut().zip(&more.u).for_each(|(sum, u)| *sum += u);
-        layer.v.iter_mut().zip(&more.v).for_each(|(sum, v)| *sum += v);
+        let factor = layer.rate.zip(more.rate).map_or(1.0, |(ours, theirs)| theirs / ours);
+        layer.v.iter_mut().zip(&more.v).for_each(|(sum, v)| *sum += factor * v);
     }
 }
 

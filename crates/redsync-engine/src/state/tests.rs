@@ -27,6 +27,7 @@ fn state(rank: usize, ranks: usize) -> Saved {
             u: vec![1.0 + r, -2.0, 0.0, 8.0 * r],
             v: vec![r * r, -r, 3.0, 0.0],
             memory: memory(7 * rank as u32),
+            rate: Some(0.5 / (1 << rank) as f32),
         },
         LayerState {
             name: "a".into(),
@@ -35,6 +36,7 @@ fn state(rank: usize, ranks: usize) -> Saved {
             u: vec![],
             v: vec![r - 5.0, 2.0 * r, 1.0],
             memory: Memory::default(),
+            rate: None,
         },
     ];
     let extra = vec![("w".into(), vec![0.5, -0.25]), ("b".into(), vec![])];
@@ -208,7 +210,7 @@ fn read_all_wants_every_rank_of_one_step() {
     assert!(all().unwrap_err().to_string().contains("it holds the state of rank 0"));
 }
 
-/// The sums over ranks of every u and v.
+/// The sums over ranks of every u, and of every v as far as it moves weights at its rate.
 fn sums(states: &[Saved]) -> Vec<Vec<f32>> {
     let mut sum = vec![];
     for layer in 0..states[0].layers.len() {
@@ -216,7 +218,8 @@ fn sums(states: &[Saved]) -> Vec<Vec<f32>> {
         let (mut us, mut vs) = (vec![0.0; u], vec![0.0; size]);
         for state in states {
             us.iter_mut().zip(&state.layers[layer].u).for_each(|(sum, x)| *sum += x);
-            vs.iter_mut().zip(&state.layers[layer].v).for_each(|(sum, x)| *sum += x);
+            let rate = state.layers[layer].rate.unwrap_or(1.0);
+            vs.iter_mut().zip(&state.layers[layer].v).for_each(|(sum, x)| *sum += rate * x);
         }
         sum.extend([us, vs]);
     }
