@@ -262,8 +262,8 @@ class Attachment:
 
         Example:
             >>> print(attachment.stats())                                               # doctest: +SKIP
-            2,340 steps: sent 41.2 MB of 11,680 MB (1/283): messages 40%, warm-up 35%, rest 20%, headers 5%; last step 2339: \
-sent 12,310 of 4,991,453 bytes (1/405), compressing 11.2 ms, exchange 240.1 ms, waited 1.9 ms
+            150 steps: sent 6.73 MB of 1,751 MB (1/260): messages 2%, warm-up 97%, rest 1%, headers 0%; last step 149: \
+sent 7,076 of 11,671,656 bytes (1/1649), compressing 3.8 ms, exchange 102.4 ms, waited 104.9 ms
         """
         step, exchange_ms, exposed_ms, costs = self._last
         costs = costs or [(0, 0, 0.0)] * len(self._names)  # before the first step
