@@ -48,10 +48,11 @@ def attach(
             ``rgc-naive`` (full selection, for comparison) or ``sgd`` (nothing is compressed).
         warmup: how the run begins. ``("ramp", n)``: n steps with falling densities, 25% for the first 1/40 of them, 6.25% for the
             next 3/40, 1.5625% for 9/40 and 0.4% for 27/40, as far as these are above `density`. ``n`` or ``("dense", n)``: n
-            steps during which everything is dense. ``0``: none. By default ``("ramp", 2000)``, which sends the bytes of about 8
-            dense steps in all, as a ramp of n steps those of n/240; none with ``plan="paper"`` and the methods ``rgc-naive`` and
-            ``sgd``, whose messages would make it dear. About five epochs are a good ramp; a run of fewer than 2400 steps should
-            have a shorter one, of at most 5/6 of it. Momentum carries over.
+            steps during which everything is dense. ``0``: none. By default ``("ramp", 2000)``, whose messages cost the bytes of
+            about 8 dense steps in all, as those of n steps cost n/240; the rest is sent as at every other step and comes on top
+            (10 to 15 dense steps together for models with many small layers). None with ``plan="paper"`` and the methods
+            ``rgc-naive`` and ``sgd``, whose messages would make it dear. About five epochs are a good ramp; a run of fewer than
+            2400 steps should have a shorter one, of at most 5/6 of it. Momentum carries over.
         clip: the largest norm of all gradients together, each rank's share of it, before they are accumulated; while everything is
             dense, of the averaged gradients. The first gradient then waits for the last. Clipping ``p.grad`` after the backward
             pass, as usual, clips what was exchanged instead.
