@@ -1,5 +1,6 @@
 """CIFAR-10 on several processes or machines, with compressed gradients. Comes in: the binary version of CIFAR-10
-(data_batch_1.bin .. test_batch.bin, from www.cs.toronto.edu/~kriz/cifar.html). Goes out: a trained network, one line per epoch.
+(data_batch_1.bin .. test_batch.bin, from www.cs.toronto.edu/~kriz/cifar.html). Goes out: a trained network, one line per epoch,
+and what all steps sent.
 
     torchrun --nproc-per-node 2 examples/cifar10.py --data DIRECTORY
     torchrun --nproc-per-node 2 examples/cifar10.py --data DIRECTORY --method dense        # DDP as it is
@@ -9,6 +10,7 @@ The only lines that are redsync's are `redsync.attach` and, for checkpoints, `st
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -107,7 +109,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=50_000, help="training images; fewer for a quick look")
     parser.add_argument("--batch-size", type=int, default=64, help="per rank")
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--warmup-epochs", type=int, default=1, help="epochs of dense exchange and of a growing rate")
+    parser.add_argument(
+        "--warmup-epochs", type=float, default=5.0, help="epochs of a ramp of densities, at most 5/6 of all; 0 for none"
+    )
+    parser.add_argument("--lr-warmup-epochs", type=float, default=1.0, help="epochs of a growing rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--checkpoints", type=pathlib.Path)
@@ -128,7 +133,8 @@ def main() -> None:
     model = DistributedDataParallel(slim_vgg())
     optimizer = torch.optim.SGD(model.parameters(), lr=chosen.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     steps = len(images) // (chosen.batch_size * ranks)
-    warm = max(1, chosen.warmup_epochs * steps)
+    ramp = round(min(chosen.warmup_epochs, chosen.epochs * 5 / 6) * steps)
+    warm = max(1, round(chosen.lr_warmup_epochs * steps))
     scheduler = torch.optim.lr_scheduler.SequentialLR(
         optimizer,
         [
@@ -140,9 +146,7 @@ def main() -> None:
     parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
     attachment = None
     if chosen.method != "dense":
-        attachment = redsync.attach(
-            model, optimizer, density=chosen.density, method=chosen.method, warmup=chosen.warmup_epochs * steps
-        )
+        attachment = redsync.attach(model, optimizer, density=chosen.density, method=chosen.method, warmup=("ramp", ramp))
         parts["redsync"] = attachment
     checkpoint = Checkpoint(chosen.checkpoints, parts)
 
@@ -171,9 +175,12 @@ def main() -> None:
     if attachment is not None:
         stats = attachment.stats()
         report |= {"bytes_sent": stats.total_bytes_sent, "dense_bytes": stats.total_dense_bytes}
+        report["traffic"] = dataclasses.asdict(stats.traffic)
         report["replica_hash"] = f"{attachment.check_replicas():016x}"
     if rank == 0 and chosen.json:
         print(json.dumps(report))
+    elif rank == 0 and attachment is not None:
+        print(f"{stats.steps:,} steps: {stats.traffic}")
     dist.barrier()
     dist.destroy_process_group()
 

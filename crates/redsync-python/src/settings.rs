@@ -3,7 +3,7 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use redsync_core::Momentum;
-use redsync_engine::{Choice, Config, Kind, Layer, Method, Preset, WarmUp};
+use redsync_engine::{Choice, Config, Kind, Layer, Method, Preset, Rest, WarmUp};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -15,7 +15,9 @@ pub struct Settings {
     plan: String,
     choices: BTreeMap<String, String>,
     density: f64,
-    dense_below: usize,
+    /// None: the plan's own limit.
+    dense_below: Option<usize>,
+    rest: String,
     masking: bool,
     bf16: bool,
     warm_up: (String, u64),
@@ -73,12 +75,16 @@ impl Settings {
             ("ramp", steps) => WarmUp::Ramp(steps),
             (other, _) => return Err(wrong(format!("no warm-up {other:?}: choose dense or ramp"))),
         };
+        let rests = Rest::ALL.map(Rest::name).join(", ");
+        let rest = Rest::from_name(&self.rest)
+            .ok_or_else(|| wrong(format!("no rest {:?}: choose one of {rests}", self.rest)))?;
         let deadline = Duration::try_from_secs_f64(self.deadline);
         Ok(Config {
             method,
             preset,
             layers: self.choices()?,
-            dense_below: self.dense_below,
+            dense_below: self.dense_below.unwrap_or(preset.dense_below()),
+            rest,
             density: self.density,
             warm_up,
             masking: self.masking,

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use redsync_comm::Communicator;
 use redsync_engine::cost::Compute;
 use redsync_engine::state::Saved;
-use redsync_engine::{self as engine, Figures, Finished, Method, Stage, SyncError, measure};
+use redsync_engine::{self as engine, Figures, Finished, Method, Stage, SyncError, Traffic, measure};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Of one layer at the last step: elements and bytes that were sent, milliseconds of compressing.
@@ -150,6 +150,14 @@ impl Synchronizer {
                 (layer.elements, layer.bytes_sent, layer.select_ms + layer.encode_ms)
             };
             Ok((stats.step, stats.exchange_ms, stats.exposed_ms, stats.layers.iter().map(cost).collect()))
+        })
+    }
+
+    /// Where the bytes of all steps went: messages, rest, headers and warm-up.
+    fn traffic(&self, py: Python<'_>) -> PyResult<(u64, u64, u64, u64)> {
+        self.with(py, |sync| {
+            let Traffic { messages, rest, headers, warm_up, dense: _ } = sync.traffic();
+            Ok((messages, rest, headers, warm_up))
         })
     }
 

@@ -9,12 +9,10 @@ import warnings
 import pytest
 import redsync
 import torch
-from models import IMAGES, VECTORS, batch, cnn, ddp, mlp, step, weights
+from models import IMAGES, LOSSLESS, VECTORS, batch, cnn, ddp, mlp, step, weights
 from ranks import on_ranks, outcomes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-LOSSLESS = {"density": 1.0, "method": "rgc", "masking": False, "dense_below": 0}
 
 
 def assert_equal_runs(theirs, mine):
@@ -29,7 +27,7 @@ def test_buckets_are_exchanged_while_the_backward_pass_goes_on():
     def run():
         model = ddp(mlp())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        attachment = redsync.attach(model, optimizer, density=0.1)  # frames that are large enough to go alone
+        attachment = redsync.attach(model, optimizer, density=0.1, warmup=0)  # frames that are large enough to go alone
         step(model, optimizer, 0, VECTORS, 128)  # DDP builds its buckets anew after this one
         came = []
 
@@ -114,13 +112,17 @@ def test_a_layer_that_nobody_used_keeps_its_residual(set_to_none):
         branch_step(model, optimizer, 2, "left", set_to_none)
         after = attachment.state_dict()["layers"], weights(model)
         attachment.check_replicas()
-        kept = all(torch.equal(before[0]["right.weight"][key], after[0]["right.weight"][key]) for key in "uv")
-        moved = not torch.equal(before[0]["left.weight"]["v"], after[0]["left.weight"]["v"])
         names = [name for name, _ in model.module.named_parameters()]
-        at = names.index("right.weight")
-        return kept, moved, torch.equal(before[1][at], after[1][at])
+        found = []
+        for kind in ("weight", "bias"):
+            left, right = f"left.{kind}", f"right.{kind}"
+            kept = all(torch.equal(before[0][right][key], after[0][right][key]) for key in "uv")
+            moved = not torch.equal(before[0][left]["v"], after[0][left]["v"])
+            at = names.index(right)
+            found.append((kept, moved, torch.equal(before[1][at], after[1][at])))
+        return found
 
-    assert on_ranks(2, run) == [(True, True, True)] * 2
+    assert on_ranks(2, run) == [[(True, True, True)] * 2] * 2
 
 
 def test_a_layer_that_some_ranks_used_stays_equal_everywhere():
@@ -240,7 +242,7 @@ def test_channels_last_is_the_same_network():
     def run(memory_format):
         model = ddp(cnn().to(memory_format=memory_format))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        attachment = redsync.attach(model, optimizer, **LOSSLESS, warmup=2)
+        attachment = redsync.attach(model, optimizer, **{**LOSSLESS, "warmup": 2})
         for number in range(6):
             step(model, optimizer, number, IMAGES, 10)
         return weights(model), attachment.state_dict()["layers"]["4.weight"]["u"]
@@ -298,17 +300,25 @@ def test_a_scaled_loss_trains_like_an_unscaled_one():
         assert all(torch.equal(a, b) for a, b in zip(plain, scaled))
 
 
-@pytest.mark.parametrize("where", ["everywhere", "bias"])
-def test_a_step_that_the_scaler_skips_leaves_no_trace(where):
+@pytest.mark.parametrize(
+    "where, settings",
+    [
+        ("everywhere", {}),
+        ("bias", {}),
+        ("bias", {"rest": "f32"}),  # summed by an allreduce, which shows it by itself
+        ("bias", {"method": "sgd", "clip": 1.0}),
+    ],
+)
+def test_a_step_that_the_scaler_skips_leaves_no_trace(where, settings):
     def run():
         model = ddp(mlp())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        attachment = redsync.attach(model, optimizer, method="rgc", scaler=scaler)
+        attachment = redsync.attach(model, optimizer, **{"method": "rgc", **settings}, scaler=scaler)
         scaled_steps(model, optimizer, scaler, range(3))
         before, scale = (attachment.state_dict()["layers"], weights(model)), scaler.get_scale()
         if where == "bias" and torch.distributed.get_rank() == 1:
-            # Only a dense layer of one rank overflows; every rank has to take its compressed layers back.
+            # Only one layer of one rank overflows; every rank has to take its compressed layers back.
             handle = model.module[2].bias.register_hook(lambda g: torch.full_like(g, float("inf")))
             scaled_steps(model, optimizer, scaler, [3])
             handle.remove()

@@ -146,14 +146,14 @@ class Damaging:
         return self._group.alltoall_base(into, out, *splits)
 
 
-def damaged(monkeypatch, damage):
+def damaged(monkeypatch, damage, **settings):
     """Trains on a group whose bytes are damaged, and returns what is said of it."""
 
     def run():
         attachments = []
         new_group = dist.new_group
         monkeypatch.setattr(dist, "new_group", lambda *a, **k: Damaging(new_group(*a, **k), lambda out: damage(out, attachments)))
-        model, optimizer, attachment = setup()
+        model, optimizer, attachment = setup(**settings)
         attachments.append(attachment)
         said = None
         try:
@@ -185,12 +185,23 @@ def test_damaged_bytes_are_refused_and_name_the_rank(monkeypatch):
     assert "frame of rank 1" in text[0], "who sent them hears it from the other"
 
 
-def test_a_message_of_an_absurd_length_is_refused_before_memory_is_taken(monkeypatch):
-    def lie(out, attachments):
-        if attachments and attachments[0].step == 1:
-            # Length, part, and the longest message of this rank.
-            out[24:HEADER].view(torch.int64).fill_(1 << 60)
+def lie(out, attachments):
+    """Claims a length that no memory has."""
+    if attachments and attachments[0].step == 1:
+        # Length, part, and the longest message of this rank.
+        out[24:HEADER].view(torch.int64).fill_(1 << 60)
 
+
+def test_a_message_of_an_absurd_length_is_refused_before_memory_is_taken(monkeypatch):
+    """The first exchange of the step is one of frames, whose lengths differ. An error of the communicator says who it was in its
+    text only."""
     (kind, said), (other, _) = damaged(monkeypatch, lie)
+    assert (kind, other) == ("ok", "ok"), said
+    assert "rank 1 sends 1152921504606846976 bytes, for which there is no memory" in said[0], said
+
+
+def test_a_sum_of_an_absurd_length_is_refused_and_names_the_rank(monkeypatch):
+    """With biases as they are, the first exchange of the step is their sum, whose length all ranks know."""
+    (kind, said), (other, _) = damaged(monkeypatch, lie, rest="f32", warmup=0)
     assert (kind, other) == ("ok", "ok"), said
     assert "rank 1" in said[0] and said[1] == (1,), said

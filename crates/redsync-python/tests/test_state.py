@@ -52,7 +52,8 @@ def load(parts, path):
         (2, {}),
         (3, {"method": "rgc", "warmup": 20}),  # killed while it is dense
         (3, {"density": 0.01, "warmup": 4}),
-        (2, {"plan": "paper", "warmup": ("ramp", 3)}),
+        (2, {"plan": "paper", "warmup": ("ramp", 12)}),
+        (2, {"warmup": 0, "rest": "2bit"}),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, ranks, settings):
@@ -136,7 +137,8 @@ def test_a_state_is_plain_tensors():
         }
         return all(shapes.values()), sorted(shapes)
 
-    assert on_ranks(2, run) == [(True, ["0.weight", "2.weight", "4.weight"])] * 2
+    names = [f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("bias", "weight")]
+    assert on_ranks(2, run) == [(True, names)] * 2
 
 
 def damaged(change, seal=True):

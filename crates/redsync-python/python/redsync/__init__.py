@@ -19,7 +19,7 @@ from ._redsync import VERSION as __version__
 from .attach import attach
 from .attachment import Attachment, of
 from .errors import Error, GradientError, MismatchError, PeerError, UsageError
-from .stats import LayerStats, Stats
+from .stats import LayerStats, Stats, Traffic
 
 __all__ = [
     "Attachment",
@@ -29,6 +29,7 @@ __all__ = [
     "MismatchError",
     "PeerError",
     "Stats",
+    "Traffic",
     "UsageError",
     "__version__",
     "attach",
@@ -40,7 +41,7 @@ __all__ = [
 
 
 def stats(model: torch.nn.Module | None = None) -> Stats:
-    """What the last step of a model cost; see `Attachment.stats`. Without a model, that of the only one."""
+    """What a model's run sent, and what its last step cost; see `Attachment.stats`. Without a model, those of the only one."""
     return of(model).stats()
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .attachment import Attachment, is_attached
 from .errors import UsageError
-from .settings import Method, Warmup
+from .settings import Method, Rest, Warmup
 
 
 def attach(
@@ -19,13 +19,14 @@ def attach(
     *,
     density: float = 0.001,
     method: Method = "rgc+asq",
-    warmup: Warmup = 0,
+    warmup: Warmup | None = None,
     clip: float | None = None,
     plan: str | Mapping[str, str] = "carried",
     output: str | None = None,
-    dense_below: int = 128 << 10,
+    dense_below: int | None = None,
+    rest: Rest = "8bit",
     masking: bool = True,
-    bf16: bool = False,
+    bf16: bool = True,
     scaler: torch.amp.GradScaler | None = None,
     deadline: float = 60.0,
     threads: int = 1,
@@ -41,23 +42,34 @@ def attach(
 
     Args:
         model: the model, wrapped by ``DistributedDataParallel``.
-        optimizer: its ``torch.optim.SGD``. Momentum of compressed layers moves into the compressor.
+        optimizer: its ``torch.optim.SGD``. Momentum of all that is not sent as f32 moves into the compressor.
         density: the fraction of a compressed layer that is sent at a step.
-        method: ``rgc+asq`` (one mean stands for all values of a layer, signs alternate by step), ``rgc`` (values of 32 bits),
+        method: ``rgc+asq`` (one mean stands for all values of a layer, signs alternate by step), ``rgc`` (each value for itself),
             ``rgc-naive`` (full selection, for comparison) or ``sgd`` (nothing is compressed).
-        warmup: steps at the start during which everything is dense; or ``("ramp", n)`` for n steps each at 25, 6.25, 1.5625
-            and 0.4%. Momentum carries over.
+        warmup: how the run begins. ``("ramp", n)``: n steps with falling densities, 25% for the first 1/40 of them, 6.25% for the
+            next 3/40, 1.5625% for 9/40 and 0.4% for 27/40, as far as these are above `density`. ``n`` or ``("dense", n)``: n
+            steps during which everything is dense. ``0``: none. By default ``("ramp", 2000)``, whose messages cost the bytes of
+            about 8 dense steps in all, as those of n steps cost n/240; the rest is sent as at every other step and comes on top
+            (10 to 15 dense steps together for models with many small layers). None with ``plan="paper"`` and the methods
+            ``rgc-naive`` and ``sgd``, whose messages would make it dear. About five epochs are a good ramp; a run of fewer than
+            2400 steps should have a shorter one, of at most 5/6 of it. Momentum carries over.
         clip: the largest norm of all gradients together, each rank's share of it, before they are accumulated; while everything is
             dense, of the averaged gradients. The first gradient then waits for the last. Clipping ``p.grad`` after the backward
             pass, as usual, clips what was exchanged instead.
         plan: ``carried`` (carried threshold, Rice-coded indices; ``auto`` is an older name of it), ``measured`` (the same, but
             machines and network are measured first, for some seconds, and only what is then predicted to be faster is compressed),
-            ``paper`` (trimmed selection, plain indices), or a choice for some parameters by name: ``dense``, or ``carried``,
-            ``trimmed``, ``threshold``, ``exact``, with ``+asq`` or not.
+            ``paper`` (trimmed selection, plain indices and values of 32 bits, no warm-up unless given), or a choice for some
+            parameters by name: ``dense``, ``dense+8bit``, ``dense+2bit``, or ``carried``, ``trimmed``, ``threshold``, ``exact``,
+            with ``+asq`` or not.
         output: the name of the output layer's weight, which is never quantized; by default the last weight of the model.
-        dense_below: parameters of fewer bytes in single precision stay dense, as do biases and normalization.
+        dense_below: weights of fewer bytes in single precision are not compressed. By default 4096, and 128 KB with
+            ``plan="paper"``.
+        rest: how biases, normalization and weights of less than 4096 bytes travel: every element at every step, with ``8bit`` or
+            ``2bit`` each and the error kept for later steps, or as ``f32``, exact. With ``plan="paper"`` and the method
+            ``rgc-naive`` always ``f32``, as is every parameter that the optimizer does not have.
         masking: clear the momentum of what was sent.
-        bf16: send values that are not quantized as bfloat16.
+        bf16: send values that are not quantized as bfloat16, the rounding error kept. With ``plan="paper"`` and the method
+            ``rgc-naive`` they are of 32 bits in any case.
         scaler: the ``torch.amp.GradScaler`` of the loss, if there is one. A step that it skips is taken back everywhere.
         deadline: seconds after which a rank that does not answer is given up. A rank that is busy with something else for longer
             (a validation on rank 0 only, a slow checkpoint) does not answer either: give more than that takes.
@@ -74,7 +86,7 @@ def attach(
     Example:
         >>> model = DistributedDataParallel(net)                                        # doctest: +SKIP
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)       # doctest: +SKIP
-        >>> redsync.attach(model, optimizer, warmup=500)                                # doctest: +SKIP
+        >>> redsync.attach(model, optimizer)                                            # doctest: +SKIP
         >>> for inputs, labels in loader:                                               # doctest: +SKIP
         ...     optimizer.zero_grad()
         ...     loss(model(inputs), labels).backward()
@@ -94,6 +106,7 @@ def attach(
         "choices": choices,
         "density": density,
         "dense_below": dense_below,
+        "rest": rest,
         "masking": masking,
         "bf16": bf16,
         "warm_up": warmup,

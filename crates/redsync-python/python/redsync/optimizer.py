@@ -1,8 +1,9 @@
 """The optimizer's share of momentum and weight decay.
 
 Comes in: averaged gradients in ``p.grad``, and the user's ``torch.optim.SGD``. Goes out: updated weights. What must hold:
-momentum is applied once. For a compressed layer it was applied before the exchange, by the compressor, so its update here is
-plain, and weight decay, which is never sent, is as strong as momentum would have made it: w *= 1 - lr*wd/(1-m).
+momentum is applied once. For a compressed layer, and for a bias that was sent in a few bits per element, it was applied before
+the exchange, by the compressor, so its update here is plain, and weight decay, which is never sent, is as strong as momentum
+would have made it: w *= 1 - lr*wd/(1-m).
 
 The user's parameter groups stay as they are, because schedulers, checkpoints and the user's own code rely on them. Before
 each step, compressed layers are updated here and their gradients hidden, so that the optimizer passes over them; after it,

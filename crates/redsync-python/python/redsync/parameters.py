@@ -42,11 +42,15 @@ def describe(
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     described = []
     for name, parameter in parameters.items():
-        # What the optimizer does not update needs no residual.
-        plain = parameter.dim() <= 1 or parameter not in groups
-        kind = "bias-or-norm" if plain else "output" if name == last else "weight"
+        kind = "bias-or-norm" if parameter.dim() <= 1 else "output" if name == last else "weight"
         described.append((name, parameter.numel(), kind, *momentum(groups.get(parameter, _NO_GROUP))))
     return described
+
+
+def left_alone(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Choices for parameters that this optimizer does not update: whoever does gets the average, without a residual."""
+    ours = {p for group in optimizer.param_groups for p in group["params"]}
+    return {name: "dense" for name, parameter in parameters.items() if parameter not in ours}
 
 
 def shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
