@@ -83,7 +83,7 @@ impl Settings {
             method,
             preset,
             layers: self.choices()?,
-            dense_below: self.dense_below.unwrap_or(preset.dense_below()),
+            dense_below: self.dense_below,
             rest,
             density: self.density,
             warm_up,

@@ -27,6 +27,8 @@ struct Layer {
     /// The coefficient of the momentum that u is of, and whether it is Nesterov's.
     momentum: (f32, bool),
     remembering: Remembering,
+    /// The learning rate in whose units v is, if it is known.
+    rate: Option<f32>,
     u: Option<Tensor>,
     v: Tensor,
 }
@@ -62,6 +64,7 @@ impl Layer {
             v: floats(&self.v)?,
             u,
             memory: Memory::from_bits(self.remembering).ok_or_else(none)?,
+            rate: self.rate,
         })
     }
 }
@@ -77,9 +80,9 @@ pub fn checksum(py: Python<'_>, state: Dict) -> PyResult<String> {
 #[pyclass(module = "redsync._redsync", frozen)]
 pub struct State(pub Saved);
 
-/// What is known of a layer besides its vectors: whether there is a u, its momentum and whether that is Nesterov's, and what the
-/// selector remembers.
-type About = (bool, f32, bool, Remembering);
+/// What is known of a layer besides its vectors: whether there is a u, its momentum and whether that is Nesterov's, what the
+/// selector remembers, and the learning rate in whose units v is.
+type About = (bool, f32, bool, Remembering, Option<f32>);
 
 #[pymethods]
 impl State {
@@ -99,7 +102,7 @@ impl State {
     fn layers(&self) -> Vec<(String, About)> {
         let about = |layer: &LayerState| {
             let nesterov = matches!(layer.momentum, Momentum::Nesterov(_));
-            (!layer.u.is_empty(), layer.momentum.coefficient(), nesterov, layer.memory.bits())
+            (!layer.u.is_empty(), layer.momentum.coefficient(), nesterov, layer.memory.bits(), layer.rate)
         };
         self.0.layers.iter().map(|layer| (layer.name.clone(), about(layer))).collect()
     }

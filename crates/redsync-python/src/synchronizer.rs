@@ -101,6 +101,11 @@ impl Synchronizer {
         self.with(py, |sync| sync.set_momentum(layer, settings::momentum(coefficient, nesterov)))
     }
 
+    /// The learning rate at which what is sent of a parameter from the next step on is applied.
+    fn set_rate(&self, py: Python<'_>, layer: usize, rate: f32) -> PyResult<()> {
+        self.with(py, |sync| sync.set_rate(layer, rate))
+    }
+
     /// Starts the momentum of a compressed parameter from this rank's share of an optimizer's buffer.
     fn adopt_momentum(&self, py: Python<'_>, layer: usize, buffer: Tensor) -> PyResult<()> {
         let Some(floats) = buffer.floats() else {

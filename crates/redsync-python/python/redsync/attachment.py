@@ -85,6 +85,7 @@ class Attachment:
         except (ValueError, TypeError, OverflowError) as error:
             problem = str(error)
         self._momenta = [(coefficient, nesterov) for *_, coefficient, nesterov in described]
+        self._rates: dict[int, float] = {}
         settings["agree"] = [("a GradScaler", str(scaler is not None)), *shapes(self._named)]
         # Made in any case, because a rank that has nothing to say would let the others wait.
         self._group = _redsync.Group(model.process_group, settings["deadline"])
@@ -182,7 +183,7 @@ class Attachment:
         if self._scaler is not None:
             self._sync.set_loss_scale(float(self._scaler.get_scale()))
         if self._sync.density is not None:
-            self._move_momentum()
+            self._follow_optimizer()
         if self._compressed_now and not self._steps.taken and not self._warned:
             self._warned = True
             warnings.warn(
@@ -193,13 +194,17 @@ class Attachment:
         self._steps.taken = False
         self._open = True
 
-    def _move_momentum(self) -> None:
-        """Compressors follow the momentum of the user's groups; what the optimizer has gathered becomes theirs, once."""
+    def _follow_optimizer(self) -> None:
+        """Compressors follow rate and momentum of the user's groups; what the optimizer has gathered becomes theirs, once."""
         compressed, adopts = set(self._compressed), self._sync.turns_sparse
         for parameter, group in self._steps.groups():
             number = self._numbers.get(parameter)
             if number is None or number not in compressed:
                 continue
+            rate = float(group["lr"])
+            if rate != self._rates.get(number):
+                self._sync.set_rate(number, rate)
+                self._rates[number] = rate
             now = momentum(group)
             if now != self._momenta[number]:
                 self._sync.set_momentum(number, *now)
@@ -317,6 +322,7 @@ sent 7,076 of 11,671,656 bytes (1/1649), compressing 3.8 ms, exchange 102.4 ms, 
         except UsageError as error:
             problem = str(error)
         self._sync.restore(states, problem)
+        self._rates.clear()
         self._number = self._sync.step
         # Of the momentum that was, in the Nesterov form; a schedule may have moved on.
         for layer in states[0]["layers"]:

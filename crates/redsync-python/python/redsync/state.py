@@ -38,13 +38,15 @@ def _flat(placed: torch.Tensor) -> torch.Tensor:
 def as_dict(captured: _redsync.State, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """A state as it is saved."""
     layers = {}
-    for at, (name, (has_u, coefficient, nesterov, remembering)) in enumerate(captured.layers()):
+    for at, (name, (has_u, coefficient, nesterov, remembering, rate)) in enumerate(captured.layers()):
         v = _empty_like(parameters[name])
         u = _empty_like(parameters[name]) if has_u else None
         captured.copy(at, None if u is None else _flat(u), _flat(v))
         layer = {"v": v, "remembering": torch.tensor(remembering, dtype=torch.int64)}
         if u is not None:
             layer |= {"u": u, "momentum": torch.tensor([coefficient, nesterov], dtype=torch.float64)}
+        if rate is not None:
+            layer["rate"] = torch.tensor([rate], dtype=torch.float64)
         layers[name] = layer
     step, rank, ranks = captured.place
     saved = {
@@ -85,11 +87,13 @@ def _plain(saved: Mapping[str, Any], flat: Any) -> dict[str, Any]:
     for name, layer in saved["layers"].items():
         u = layer.get("u")
         coefficient, nesterov = layer["momentum"].tolist() if u is not None else (0.0, 0.0)
+        rate = layer.get("rate")  # older states have none
         layers.append(
             {
                 "name": name,
                 "momentum": (coefficient, bool(nesterov)),
                 "remembering": layer["remembering"].tolist(),
+                "rate": None if rate is None else float(rate),
                 "u": None if u is None else flat(name, u),
                 "v": flat(name, layer["v"]),
             }
@@ -118,4 +122,7 @@ def _problem(layer: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) 
     momentum = layer.get("momentum")
     if "u" in layer and (momentum is None or momentum.shape != (2,) or not 0 <= momentum[0] < 1):
         return "momentum of the state is none"
+    rate = layer.get("rate")
+    if rate is not None and (rate.shape != (1,) or not 0 < float(rate) < float("inf")):
+        return "the learning rate of the state is none"
     return None
