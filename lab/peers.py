@@ -99,7 +99,7 @@ def top_k(model: DistributedDataParallel, density: float = 0.001) -> None:
 def redsync_hook(model: DistributedDataParallel, optimizer: torch.optim.SGD) -> None:
     import redsync
 
-    redsync.attach(model, optimizer)
+    redsync.attach(model, optimizer, warmup=0)
 
 
 def install(name: str, model: DistributedDataParallel, optimizer: torch.optim.SGD) -> None:

@@ -192,7 +192,8 @@ pub enum WarmUp {
     Dense(u64),
     /// By falling densities, in this many steps: 25% for a fortieth of them, 6.25% for three, 1.5625% for nine and 0.4% for 27, as far as
     /// these are above the final one. Each of the four sends a third of what the one before sends and lasts three times as long, so
-    /// they cost the same: all together what 1/240 of the steps would cost if they were dense.
+    /// their messages cost the same: all together what 1/240 of the steps would cost if they were dense. Biases, norms and small
+    /// weights come on top, as at every step.
     Ramp(u64),
 }
 
