@@ -44,6 +44,13 @@ fn the_summary_is_one_json_document_with_all_that_was_promised() {
     for key in ["forward", "backward", "select", "encode", "exchange", "decode", "apply", "update", "total"] {
         assert!(summary["seconds"][key].is_number(), "{key}");
     }
+    let of = |key: &str| summary["traffic"][key].as_u64().expect(key);
+    let parts: u64 = ["messages", "rest", "headers", "warm_up"].map(of).iter().sum();
+    assert_eq!(
+        (Some(parts), Some(of("dense"))),
+        (summary["bytes_sent"].as_u64(), summary["dense_bytes"].as_u64())
+    );
+    assert!(of("warm_up") > 0 && of("dense") > 20 * parts, "{}", summary["traffic"]);
     assert_eq!(summary["epochs"].as_array().map(Vec::len), Some(2));
     assert!(summary["epochs"][1]["loss"].as_f64() < summary["epochs"][0]["loss"].as_f64());
     assert!(summary["final"]["metric"].as_f64() > Some(0.8));

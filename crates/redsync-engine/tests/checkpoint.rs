@@ -51,7 +51,11 @@ fn train(ranks: usize, config: &Config, steps: u64, from: Option<&Path>, to: &Pa
             Some(dir) => resumed(&config, comm, dir),
             None => Replica::new(config.clone(), comm).unwrap(),
         };
-        (0..steps).for_each(|_| replica.step().unwrap());
+        for _ in 0..steps {
+            let rate = common::LR / (1 + replica.sync.step()) as f32;
+            (0..replica.weights.len()).for_each(|layer| replica.sync.set_rate(layer, rate).unwrap());
+            replica.step().unwrap();
+        }
         save(&replica, &to);
     });
 }

@@ -372,6 +372,23 @@ impl LayerCompressor for Far {
     }
 }
 
+#[test]
+fn a_rate_is_told_between_steps_and_makes_sense() {
+    run(1, |_, comm| {
+        let mut replica = Replica::new(config(Method::RgcAsq, 0.02), comm).unwrap();
+        let refused = |rate: f32, sync: &Synchronizer| sync.set_rate(0, rate).unwrap_err().to_string();
+        assert_eq!(refused(-0.5, &replica.sync), "layer first: a learning rate of -0.5 is none");
+        assert!(refused(f32::NAN, &replica.sync).ends_with("a learning rate of NaN is none"));
+        replica.sync.set_rate(1, 0.5).unwrap(); // dense: nothing waits there
+        assert!(replica.sync.set_rate(9, 0.5).unwrap_err().to_string().contains("no compressed layer 9"));
+        replica.sync.submit(3, vec![1f32; 200]).unwrap();
+        assert!(refused(0.5, &replica.sync).contains("step 0 is under way"));
+        (0..3).for_each(|layer| replica.sync.skip(layer).unwrap());
+        replica.sync.finish().unwrap();
+        replica.sync.set_rate(0, 0.5).unwrap();
+    });
+}
+
 fn one_layer() -> Vec<Layer> {
     vec![Layer::new("only", 500, Kind::Weight)]
 }
