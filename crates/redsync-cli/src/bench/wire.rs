@@ -47,11 +47,12 @@ struct Row {
     decode_ms: f64,
 }
 
-const VALUES: [(Values, &str, f64); 4] = [
+const VALUES: [(Values, &str, f64); 5] = [
     (Values::F32, "f32", 32.0),
     (Values::Bf16, "bf16", 16.0),
     (Values::Asq, "asq", 0.0),
     (Values::TwoBit, "two-bit", 2.0),
+    (Values::EightBit, "eight-bit", 8.0),
 ];
 const CODES: [(IndexCode, &str); 2] = [(IndexCode::Plain, "plain"), (IndexCode::Rice, "rice")];
 /// Sizes of small layers.
