@@ -279,6 +279,10 @@ pub struct Config {
     pub figures: Option<Figures>,
     /// The fraction of a compressed layer that is sent at a step.
     pub density: f64,
+    /// A compressed layer sends at least so many elements at a step, and sixteen times as many during a ramp, but not more than a
+    /// sixteenth of itself for that reason: in a small layer 0.1% is a handful, and each element would wait for a thousand steps.
+    /// Of no effect with the preset `paper` and the method `rgc-naive`.
+    pub at_least: usize,
     /// The first steps.
     pub warm_up: WarmUp,
     /// Momentum of compressed layers, unless a layer has its own; the optimizer behind applies it to dense layers only.
@@ -329,6 +333,7 @@ impl Default for Config {
             rest: Rest::EightBit,
             figures: None,
             density: 0.001,
+            at_least: 96,
             warm_up: WarmUp::None,
             momentum: Momentum::None,
             masking: true,

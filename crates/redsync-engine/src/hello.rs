@@ -17,6 +17,7 @@ fn of_run(layers: &[Layer], config: &Config) -> Identity {
     [
         ("method", config.method.name().to_string()),
         ("density", config.density.to_string()),
+        ("the least number of elements", config.at_least.to_string()),
         ("warm-up", config.warm_up.to_string()),
         ("momentum", config.momentum.form().to_string()),
         ("masking", config.masking.to_string()),

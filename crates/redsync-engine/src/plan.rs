@@ -102,9 +102,16 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
 /// most of it away.
 const ONE_MEAN_UP_TO: f64 = 0.01;
 
+/// During a ramp a small layer sends this many times as many elements as it sends at least afterwards.
+const MORE_IN_A_RAMP: usize = 16;
+/// However small it is, a compressed layer sends at most this much of itself for the sake of a number of elements.
+const LARGEST_SHARE: f64 = 1.0 / 16.0;
+
 /// What a layer sends at a stage.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Sent {
+    /// Elements of the layer.
+    n: usize,
     pub selector: Selector,
     pub density: Density,
     pub indices: IndexCode,
@@ -113,16 +120,22 @@ pub(crate) struct Sent {
 }
 
 impl Sent {
-    /// None if the layer is dense.
-    pub fn at(choice: Choice, config: &Config, stage: Stage) -> Option<Self> {
+    /// What a layer of `n` elements sends; None if it is dense.
+    pub fn at(choice: Choice, n: usize, config: &Config, stage: Stage) -> Option<Self> {
         let Stage::Sparse(density) = stage else { return None };
         let plain = matches!(config.preset, Preset::Paper { .. }) || config.method == Method::RgcNaive;
+        let least = config.at_least * if density > config.density { MORE_IN_A_RAMP } else { 1 };
+        let density = match plain {
+            true => density,
+            false => density.max((least as f64 / n.max(1) as f64).min(LARGEST_SHARE)),
+        };
         let coarse = !plain && density > config.density && density > ONE_MEAN_UP_TO;
         // A density that is none is refused when a synchronizer is made.
         let density = Density::new(density).unwrap_or_default();
         match choice {
             Choice::Dense => None,
             Choice::DenseEightBit | Choice::DenseTwoBit => Some(Sent {
+                n,
                 selector: Selector::Exact,
                 density: Density::new(1.0).unwrap_or_default(),
                 indices: IndexCode::Every,
@@ -130,6 +143,7 @@ impl Sent {
                 masking: false,
             }),
             Choice::Sparse { selector, quantized } => Some(Sent {
+                n,
                 selector,
                 density,
                 indices: if plain { IndexCode::Plain } else { IndexCode::Rice },
@@ -150,14 +164,14 @@ impl Sent {
         Sending { density: self.density, values: self.values, masking: self.masking }
     }
 
-    /// What both sides know of the message of a layer of `n` elements.
-    pub fn shape(&self, n: usize, step: u64) -> Shape {
-        Shape { n: n as u32, phase: self.values.phase(step), indices: self.indices, values: self.values }
+    /// What both sides know of the message of a step.
+    pub fn shape(&self, step: u64) -> Shape {
+        Shape { n: self.n as u32, phase: self.values.phase(step), indices: self.indices, values: self.values }
     }
 
     /// Elements on average, the bits of one, and how values travel.
-    pub fn size(&self, n: usize) -> (f64, f64, Values) {
-        let elements = expected_elements(n, self.density, self.selector);
+    pub fn size(&self) -> (f64, f64, Values) {
+        let elements = expected_elements(self.n, self.density, self.selector);
         (elements, message_bits(self.density, self.indices, self.values), self.values)
     }
 }
@@ -170,8 +184,10 @@ pub(crate) fn compressor(
 ) -> Result<Option<redsync_core::Config>, SyncError> {
     let refuse = |why| SyncError::Config { layer: layer.name.clone(), why };
     Density::new(config.density).map_err(refuse)?;
-    let Some(sent) = Sent::at(choice, config, Stage::Sparse(config.density)) else { return Ok(None) };
-    let Sent { selector, density, indices, values, masking } = sent;
+    let Some(sent) = Sent::at(choice, layer.size, config, Stage::Sparse(config.density)) else {
+        return Ok(None);
+    };
+    let Sent { selector, density, indices, values, masking, .. } = sent;
     Ok(Some(redsync_core::Config {
         density,
         selector,
@@ -185,10 +201,10 @@ pub(crate) fn compressor(
 
 /// About how many bytes a layer sends at a stage, and whether it is compressed then.
 fn bytes(layer: &Layer, choice: Choice, config: &Config, stage: Stage) -> (bool, usize) {
-    match Sent::at(choice, config, stage) {
+    match Sent::at(choice, layer.size, config, stage) {
         None => (false, 4 * layer.size),
         Some(sent) => {
-            let (elements, bits, values) = sent.size(layer.size);
+            let (elements, bits, values) = sent.size();
             (true, message_bytes(elements, bits, values) as usize)
         }
     }

@@ -58,6 +58,10 @@ pub struct Options {
     /// Fraction of a compressed layer that is sent at a step [default: 0.001]
     #[arg(long, help_heading = "Compression")]
     pub density: Option<f64>,
+    /// Elements that a small compressed layer sends at least; 16 times as many during a ramp, but at most 1/16 of the layer
+    /// [default: 96]
+    #[arg(long, help_heading = "Compression", value_name = "N")]
+    pub at_least: Option<usize>,
     /// How compression begins: ramp (25, 6.25, 1.6 and 0.4%, for 1, 3, 9 and 27 fortieths of it; all of it sends what 1/240 of its
     /// steps would send if they were dense), dense (everything is sent as it is) or none [default: ramp; dense with --paper]
     #[arg(long, help_heading = "Compression")]
@@ -152,7 +156,7 @@ impl Options {
         let file = read(path)?;
         Ok(
             first!(self, file; model data data_dir download train_limit test_limit seed comm workers threads deadline method
-            density warm_up warm_up_epochs dense_below rest auto paper masking bf16 epochs batch_size bptt optimizer momentum lr schedule
+            density at_least warm_up warm_up_epochs dense_below rest auto paper masking bf16 epochs batch_size bptt optimizer momentum lr schedule
             lr_warm_up_epochs weight_decay clip out log_every check_every checkpoint_dir checkpoint_every stop_after),
         )
     }
@@ -179,7 +183,7 @@ impl Options {
         macro_rules! set {
             ($($field:ident)*) => { $(if let Some(value) = &self.$field { s.$field = value.clone(); })* };
         }
-        set!(data density auto masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
+        set!(data density at_least auto masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
             weight_decay seed log_every check_every checkpoint_every);
         (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
         (s.dense_below, s.checkpoint_dir) = (self.dense_below, self.checkpoint_dir.clone());

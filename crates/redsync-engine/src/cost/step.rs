@@ -191,8 +191,8 @@ impl Step<'_> {
 
     /// Elements and bits of a layer's message, and how its values travel; of nothing if it is dense.
     fn message(&self, layer: usize, stage: Stage) -> (f64, f64, Values) {
-        let sent = Sent::at(self.choices[layer], self.config, stage);
-        sent.map_or((0.0, 0.0, Values::F32), |sent| sent.size(self.layers[layer].size))
+        let sent = Sent::at(self.choices[layer], self.layers[layer].size, self.config, stage);
+        sent.map_or((0.0, 0.0, Values::F32), |sent| sent.size())
     }
 
     /// Encodes, exchanges and decodes a group.

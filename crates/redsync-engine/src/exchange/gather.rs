@@ -54,7 +54,7 @@ fn decode(
         for (at, message) in frame.messages().enumerate() {
             let (begin, message) = (Instant::now(), message.map_err(bad_frame)?);
             let (number, layer) = (group.layers[at], &layers[group.layers[at]]);
-            let shape = Sent::at(choices[number], config, stage).map(|sent| sent.shape(layer.size, step));
+            let shape = Sent::at(choices[number], layer.size, config, stage).map(|sent| sent.shape(step));
             let shape = shape.ok_or_else(|| SyncError::Order(format!("layer {} is dense", layer.name)))?;
             message.decode(&shape, &mut updates[at][rank]).map_err(|why| SyncError::Message {
                 rank,

@@ -142,8 +142,8 @@ impl Send {
             let buffer = if group.sparse { Vec::new() } else { dense_buffer(&self.shared.pools, length) };
             self.buffers.push(buffer);
         }
-        let sent = |choice: &Choice| Sent::at(*choice, config, stage);
-        let sendings = choices.iter().map(|choice| sent(choice).map(|sent| sent.sending()));
+        let sent = |(choice, layer): (&Choice, &Layer)| Sent::at(*choice, layer.size, config, stage);
+        let sendings = choices.iter().zip(layers).map(|each| sent(each).map(|sent| sent.sending()));
         lock(&self.shared.compressed).begin(sendings);
     }
 
@@ -214,8 +214,10 @@ impl Send {
     fn compress(&mut self, layer: usize, source: Option<&dyn Source>, scale: f32) -> Result<(), SyncError> {
         let Shared { layers, choices, config, compressed, .. } = &*self.shared;
         let message = &mut self.messages[layer];
-        let values = Sent::at(choices[layer], config, self.stage).map(|sent| sent.values).unwrap_or_default();
-        message.reset(layers[layer].size as u32, values.phase(self.step));
+        let n = layers[layer].size;
+        let sent = Sent::at(choices[layer], n, config, self.stage);
+        let values = sent.map(|sent| sent.values).unwrap_or_default();
+        message.reset(n as u32, values.phase(self.step));
         if let Some(source) = source.filter(|_| !self.void) {
             let mut compressed = lock(compressed);
             let done = compressed.compress(layer, self.step, source, scale, message, &mut self.workspace);
@@ -295,8 +297,8 @@ impl Send {
         let (mut before, mut header) = (0, self.writer.len());
         for layer in &group.layers {
             let begin = Instant::now();
-            let Shared { choices, config, .. } = &*self.shared;
-            if let Some(sent) = Sent::at(choices[*layer], config, self.stage) {
+            let Shared { layers, choices, config, .. } = &*self.shared;
+            if let Some(sent) = Sent::at(choices[*layer], layers[*layer].size, config, self.stage) {
                 header += self.writer.push(&self.messages[*layer], sent.indices, sent.values);
             }
             let stats = &mut self.stats[*layer];

@@ -55,6 +55,7 @@ pub fn config(method: Method, density: f64) -> Config {
     Config {
         method,
         density,
+        at_least: 0,
         dense_below: Some(0),
         rest: Rest::F32,
         bf16: false,
