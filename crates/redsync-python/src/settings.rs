@@ -18,6 +18,7 @@ pub struct Settings {
     /// None: the plan's own limit.
     dense_below: Option<usize>,
     rest: String,
+    at_least: usize,
     masking: bool,
     bf16: bool,
     warm_up: (String, u64),
@@ -85,6 +86,7 @@ impl Settings {
             layers: self.choices()?,
             dense_below: self.dense_below,
             rest,
+            at_least: self.at_least,
             density: self.density,
             warm_up,
             masking: self.masking,

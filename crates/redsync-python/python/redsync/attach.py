@@ -25,6 +25,7 @@ def attach(
     output: str | None = None,
     dense_below: int | None = None,
     rest: Rest = "8bit",
+    at_least: int = 96,
     masking: bool = True,
     bf16: bool = True,
     scaler: torch.amp.GradScaler | None = None,
@@ -64,6 +65,8 @@ def attach(
         output: the name of the output layer's weight, which is never quantized; by default the last weight of the model.
         dense_below: weights of fewer bytes in single precision are not compressed. By default 4096, and 128 KB with
             ``plan="paper"``.
+        at_least: elements that a small compressed layer sends at least at a step, 16 times as many during a ramp, but at most 1/16
+            of the layer; 0.1% of a small one is a handful, and each element would wait for a thousand steps.
         rest: how biases, normalization and weights of less than 4096 bytes travel: every element at every step, with ``8bit`` or
             ``2bit`` each and the error kept for later steps, or as ``f32``, exact. With ``plan="paper"`` and the method
             ``rgc-naive`` always ``f32``, as is every parameter that the optimizer does not have.
@@ -107,6 +110,7 @@ def attach(
         "density": density,
         "dense_below": dense_below,
         "rest": rest,
+        "at_least": at_least,
         "masking": masking,
         "bf16": bf16,
         "warm_up": warmup,
