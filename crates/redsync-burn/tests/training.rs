@@ -158,10 +158,11 @@ fn what_auto_decided_stays_when_a_training_is_resumed() {
     };
     let new = |settings: Settings| Settings { checkpoint_dir: None, stop_after: Some(1), ..settings };
     let (slow, fast) = (auto(1e-6), auto(1e-12));
-    let by_default = heard(&new(Settings { auto: false, ..auto(1e-6) })).1;
+    let limited = Settings { auto: false, dense_below: Some(128 << 10), ..auto(1e-6) };
+    let limited = heard(&new(limited)).1;
     assert_eq!(heard(&new(fast.clone())).1, 0, "a fast network has no use for compression");
     let (_, decided) = heard(&Settings { stop_after: Some(40), ..slow.clone() });
-    assert!(decided > by_default && by_default > 0, "{decided} parameters, {by_default} by default");
+    assert!(decided > limited && limited > 0, "{decided} parameters, {limited} with a limit of 128 KB");
     // Resumed where auto would decide otherwise.
     let (resumed, still) = heard(&Settings { resume: true, ..fast.clone() });
     assert_eq!(still, decided);
