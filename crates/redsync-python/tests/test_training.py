@@ -182,11 +182,12 @@ def test_a_dense_warm_up_is_ddp_and_hands_its_momentum_on(nesterov):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_ramp_sends_less_and_less():
+@pytest.mark.parametrize("at_least", [0, 96])
+def test_a_ramp_sends_less_and_less(at_least):
     def run():
         model = ddp(mlp())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        attachment = redsync.attach(model, optimizer, warmup=("ramp", 40))
+        attachment = redsync.attach(model, optimizer, warmup=("ramp", 40), at_least=at_least)
         densities = []
         for number in range(42):
             step(model, optimizer, number, VECTORS, 128)
@@ -196,9 +197,11 @@ def test_a_ramp_sends_less_and_less():
     (densities, stats, one), (_, _, other) = on_ranks(2, run)
     assert one == other
     stages = [0.25] + 3 * [0.0625] + 9 * [0.015625] + 27 * [0.004] + 2 * [0.001]
-    assert densities == pytest.approx(stages, rel=0.02)
-    # 40 steps of a ramp cost about 40/240 of a dense one; biases come on top.
-    assert 40 / 260 < stats.traffic.warm_up / stats.dense_bytes < 40 / 200
+    size = stats.layers[0].elements
+    least = [min(n / size, 1 / 16) for n in 40 * [16 * at_least] + 2 * [at_least]]
+    assert densities == pytest.approx([max(pair) for pair in zip(stages, least)], rel=0.02)
+    # 40 steps of a ramp cost about 40/240 of a dense one; biases, and what small layers send beyond the density, come on top.
+    assert 40 / 260 < stats.traffic.warm_up / stats.dense_bytes < (40 / 200 if at_least == 0 else 40 / 160)
 
 
 @pytest.mark.parametrize("warmup", [0, 3])
