@@ -316,6 +316,11 @@ pub struct Figures {
 }
 
 impl Config {
+    /// Whether messages are as in the paper: plain indices and exact values, nothing of ours.
+    pub(crate) fn is_plain(&self) -> bool {
+        matches!(self.preset, Preset::Paper { .. }) || self.method == Method::RgcNaive
+    }
+
     /// Weights of fewer bytes are dense.
     pub fn limit(&self) -> usize {
         self.dense_below.unwrap_or(self.preset.dense_below())

@@ -77,10 +77,9 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
         return *choice;
     }
     let bytes = 4 * layer.size;
-    let plain = matches!(config.preset, Preset::Paper { .. }) || config.method == Method::RgcNaive;
     if layer.kind == Kind::BiasOrNorm || bytes < config.limit() {
         let small = layer.kind == Kind::BiasOrNorm || bytes < SMALL;
-        let exact = plain || config.limit() == usize::MAX;
+        let exact = config.is_plain() || config.limit() == usize::MAX;
         return match config.rest {
             Rest::EightBit if small && !exact => Choice::DenseEightBit,
             Rest::TwoBit if small && !exact => Choice::DenseTwoBit,
@@ -123,8 +122,9 @@ impl Sent {
     /// What a layer of `n` elements sends; None if it is dense.
     pub fn at(choice: Choice, n: usize, config: &Config, stage: Stage) -> Option<Self> {
         let Stage::Sparse(density) = stage else { return None };
-        let plain = matches!(config.preset, Preset::Paper { .. }) || config.method == Method::RgcNaive;
-        let least = config.at_least * if density > config.density { MORE_IN_A_RAMP } else { 1 };
+        let plain = config.is_plain();
+        let more = if density > config.density { MORE_IN_A_RAMP } else { 1 };
+        let least = config.at_least.saturating_mul(more);
         let density = match plain {
             true => density,
             false => density.max((least as f64 / n.max(1) as f64).min(LARGEST_SHARE)),
