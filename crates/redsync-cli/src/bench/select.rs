@@ -23,6 +23,9 @@ pub struct Select {
     /// Instructions of the passes: portable, avx2, avx512 or neon; the best of this machine if none are given
     #[arg(long, value_parser = parse_level)]
     level: Option<Level>,
+    /// Only this selector beside accumulate, by the name it has in the table; may be repeated
+    #[arg(long, value_name = "SELECTOR", value_parser = parse_contestant)]
+    only: Vec<&'static str>,
 }
 
 #[derive(Debug, Serialize)]
@@ -45,6 +48,10 @@ struct Row {
     exact: bool,
 }
 
+const ACCUMULATE: &str = "accumulate";
+const STD: &str = "std-select-nth";
+const STD_REUSE: &str = "std-select-nth-reuse";
+
 /// One algorithm with the state it carries from step to step.
 enum Contestant {
     Accumulate(Field),
@@ -63,10 +70,10 @@ struct Outcome {
 impl Contestant {
     fn name(&self) -> &'static str {
         match self {
-            Contestant::Accumulate(_) => "accumulate",
+            Contestant::Accumulate(_) => ACCUMULATE,
             Contestant::Selector(compressor, _) => compressor.config().selector.name(),
-            Contestant::StdSelectNth { .. } => "std-select-nth",
-            Contestant::StdSelectNthReuse { .. } => "std-select-nth-reuse",
+            Contestant::StdSelectNth { .. } => STD,
+            Contestant::StdSelectNthReuse { .. } => STD_REUSE,
         }
     }
 
@@ -170,6 +177,14 @@ fn parse_level(name: &str) -> Result<Level, String> {
     })
 }
 
+/// The name of a contestant that can be asked for.
+fn parse_contestant(name: &str) -> Result<&'static str, String> {
+    let names: Vec<&'static str> =
+        Selector::ALL.map(Selector::name).into_iter().chain([STD_REUSE, STD]).collect();
+    let found = names.iter().copied().find(|known| *known == name);
+    found.ok_or_else(|| redsync_names::nearest(name, &names))
+}
+
 impl Select {
     fn level(&self) -> Level {
         self.level.unwrap_or_else(Level::best)
@@ -184,11 +199,11 @@ impl Select {
             return print_json(&Report { n, k, density: density.fraction(), threads, level, dist, rows });
         }
         let pass = rows.first().map_or(1.0, |row| row.median_ms);
-        let slowest = rows.last().map_or(1.0, |row| row.median_ms);
+        let std = rows.iter().find(|row| row.name == STD).map(|row| row.median_ms);
         let mut out = table(&["selector", "median", "passes", "vs std", "selected", "exactly top k"]);
         for row in &rows {
             let selected = match (row.selected_min, row.selected_max) {
-                _ if row.name == "accumulate" => String::new(),
+                _ if row.name == ACCUMULATE => String::new(),
                 (least, most) if least == most => format!("{least}"),
                 (least, most) => format!("{least} to {most}"),
             };
@@ -196,10 +211,10 @@ impl Select {
                 row.name.to_string(),
                 format!("{:.2} ms", row.median_ms),
                 format!("{:.2}", row.median_ms / pass),
-                format!("{:.1} x", slowest / row.median_ms),
+                std.map_or(String::new(), |std| format!("{:.1} x", std / row.median_ms)),
                 selected,
                 match row.name {
-                    "accumulate" => "",
+                    ACCUMULATE => "",
                     _ if row.exact => "yes",
                     _ => "no",
                 }
@@ -225,6 +240,8 @@ impl Select {
         }
         contestants.push(Contestant::StdSelectNthReuse { v: Field::zeros(n), magnitudes: Field::zeros(n) });
         contestants.push(Contestant::StdSelectNth { v: Field::zeros(n) });
+        contestants
+            .retain(|c| self.only.is_empty() || c.name() == ACCUMULATE || self.only.contains(&c.name()));
         let mut rows: Vec<(Row, Vec<f64>)> = contestants
             .iter()
             .map(|c| Row {
