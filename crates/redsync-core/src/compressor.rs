@@ -7,7 +7,7 @@ use crate::gradient::Gradient;
 use crate::kernel::Key;
 use crate::phase::Phase;
 use crate::quantize::{Values, asq, eight_bit, multiple, round, two_bit};
-use crate::residual::{Momentum, Residual};
+use crate::residual::{Momentum, Residual, Second};
 use crate::select::{Memory, Selector};
 use crate::sparse::Sparse;
 use crate::wire::{FrameWriter, IndexCode, Shape};
@@ -32,6 +32,8 @@ pub struct Config {
     pub indices: IndexCode,
     /// Momentum correction. The optimizer behind must then not apply momentum again.
     pub momentum: Momentum,
+    /// Ranks that share the work: the second moment of Adam is that of gradients which do not carry 1/N.
+    pub ranks: usize,
     /// Clear the momentum of what was sent.
     pub masking: bool,
     /// Keep u and v of the step before, which costs a second u and v and about half a pass over memory: the last step can
@@ -61,6 +63,7 @@ impl Default for Config {
             values: Values::default(),
             indices: IndexCode::default(),
             momentum: Momentum::default(),
+            ranks: 1,
             masking: true,
             undo: false,
         }
@@ -69,10 +72,7 @@ impl Default for Config {
 
 impl Config {
     fn check(&self, n: usize) -> Result<u32, ConfigError> {
-        let m = self.momentum.coefficient();
-        if !(0.0..1.0).contains(&m) {
-            return Err(ConfigError::Momentum(m));
-        }
+        self.momentum.check().map_err(ConfigError::Momentum)?;
         if self.selector == Selector::Sampled && self.values.is_quantized() {
             return Err(ConfigError::SampledQuantized);
         }
@@ -122,7 +122,7 @@ impl Compressor {
     /// A compressor with an empty residual. `layer` is its number, `name` appears in errors.
     pub fn new(layer: u32, name: impl Into<String>, n: usize, config: Config) -> Result<Self, ConfigError> {
         let memory = Memory::default();
-        let residual = |n: u32| Residual::new(n as usize, config.momentum, config.undo);
+        let residual = |n: u32| Residual::new(n as usize, config.momentum, config.ranks, config.undo);
         config.check(n).map(|n| Compressor {
             layer,
             name: name.into(),
@@ -193,11 +193,18 @@ impl Compressor {
     }
 
     /// Replaces the whole state of the layer, as read from a checkpoint; after an error nothing has changed.
-    pub fn restore(&mut self, u: &[f32], v: &[f32], memory: Memory, rate: Option<f32>) -> Result<(), Unfit> {
+    pub fn restore(
+        &mut self,
+        u: &[f32],
+        v: &[f32],
+        second: Option<Second<'_>>,
+        memory: Memory,
+        rate: Option<f32>,
+    ) -> Result<(), Unfit> {
         if let Some(rate) = rate.filter(|rate| !(*rate > 0.0 && rate.is_finite())) {
             return Err(Unfit::Rate(rate));
         }
-        self.residual.restore(u, v)?;
+        self.residual.restore(u, v, second)?;
         (self.memory, self.rate, self.changes) = (memory, rate, self.changes + 1);
         Ok(())
     }
@@ -209,6 +216,18 @@ impl Compressor {
         Ok(())
     }
 
+    /// Takes over from Adam; see [`Residual::adopt_adam`].
+    pub fn adopt_adam(&mut self, m: &[f32], q: &[f32], steps: u64) -> Result<(), Unfit> {
+        self.residual.adopt_adam(m, q, steps)?;
+        self.changes += 1;
+        Ok(())
+    }
+
+    /// A part of the second moment by which momentum is divided from the next step on; see [`Residual::give_second`].
+    pub fn give_second(&mut self, begin: usize, values: &[f32]) -> Result<(), Unfit> {
+        self.residual.give_second(begin, values)
+    }
+
     /// Changes what is sent from the next step on, for a warm-up; u and v stay.
     pub fn set_sending(&mut self, sending: Sending) {
         let Sending { density, values, masking } = sending;
@@ -218,10 +237,7 @@ impl Compressor {
     /// Changes the coefficient of the momentum between steps; its form, plain or Nesterov, stays. After an error nothing has
     /// changed.
     pub fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {
-        let coefficient = momentum.coefficient();
-        if !(0.0..1.0).contains(&coefficient) {
-            return Err(Unfit::Coefficient(coefficient));
-        }
+        momentum.check().map_err(Unfit::Coefficient)?;
         self.residual.set_momentum(momentum)?;
         self.config.momentum = momentum;
         Ok(())

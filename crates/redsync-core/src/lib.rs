@@ -59,7 +59,7 @@ pub use half::{bf16, f16};
 pub use kernel::{Level, add_assign};
 pub use phase::Phase;
 pub use quantize::Values;
-pub use residual::{Momentum, Residual};
+pub use residual::{Adam, Momentum, Residual, Second};
 pub use select::{Memory, Remembered, Selector};
 pub use sparse::{Sparse, SparseError};
 pub use wire::{FrameWriter, IndexCode};

@@ -1,4 +1,5 @@
-//! The residual of one layer: momentum u and accumulated, unsent gradient v.
+//! The residual of one layer: momentum u and accumulated, unsent gradient v; for Adam also a second moment q, and v holds momentum that
+//! was divided by the root of one.
 //! Comes in: a gradient. Goes out: v, and what in it is greater than a floor, found in the same pass over memory.
 //! What must hold: a gradient that is not finite is refused and taken out again.
 //!
@@ -12,7 +13,7 @@ use crate::candidates::{Candidates, Split};
 use crate::error::{Bad, Unfit};
 use crate::field::Field;
 use crate::gradient::Gradient;
-use crate::kernel::{self, CHUNK, Plan, Rule, Slices};
+use crate::kernel::{self, CHUNK, Coefficients, Plan, Rule, Slices};
 use crate::phase::Phase;
 use crate::select::Wanted;
 use crate::workspace::Workspace;
@@ -30,6 +31,56 @@ pub enum Momentum {
     Plain(f32),
     /// u = m*(u + g); v += u + g
     Nesterov(f32),
+    /// u = b1*u + (1-b1)*g; q = b2*q + (1-b2)*g^2; v += u/(1-b1^t) / (sqrt(S) + eps), where S is q/(1-b2^t) or a second moment that
+    /// was given. What is sent is linear in the gradients for a given S, so that what waits is not lost, as with momentum alone.
+    Adam(Adam),
+}
+
+/// The coefficients of Adam. Decay of weights is not its business: that is applied to the weights, locally and whole.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Adam {
+    /// Of the momentum.
+    pub beta1: f32,
+    /// Of the second moment.
+    pub beta2: f32,
+    /// What is added to the root of the second moment.
+    pub eps: f32,
+}
+
+fn coefficient(b: f32) -> Result<(), f32> {
+    if (0.0..1.0).contains(&b) { Ok(()) } else { Err(b) }
+}
+
+impl Default for Adam {
+    /// Those of the usual libraries.
+    fn default() -> Self {
+        Adam { beta1: 0.9, beta2: 0.999, eps: 1e-8 }
+    }
+}
+
+impl Adam {
+    /// What is wrong with them, if anything.
+    fn check(self) -> Result<(), f32> {
+        coefficient(self.beta1)?;
+        coefficient(self.beta2)?;
+        // A smaller one could not be told from zero, by which nothing can be divided.
+        if self.eps >= f32::MIN_POSITIVE && self.eps.is_finite() { Ok(()) } else { Err(self.eps) }
+    }
+
+    /// The numbers of step `t`, counted from 1, on one of `ranks` ranks, whose gradients carry 1/ranks.
+    fn at(self, t: u64, ranks: usize) -> Coefficients {
+        let (b1, b2) = (f64::from(self.beta1), f64::from(self.beta2));
+        let unbias = |b: f64| (1.0 / (1.0 - b.powf(t as f64))) as f32;
+        Coefficients {
+            keep: self.beta1,
+            enter: (1.0 - b1) as f32,
+            keep_square: self.beta2,
+            enter_square: ((1.0 - b2) * (ranks as f64) * (ranks as f64)) as f32,
+            unbias: unbias(b1),
+            unbias_square: unbias(b2),
+            floor: self.eps,
+        }
+    }
 }
 
 impl Momentum {
@@ -38,6 +89,7 @@ impl Momentum {
         match self {
             Momentum::None => 0.0,
             Momentum::Plain(m) | Momentum::Nesterov(m) => m,
+            Momentum::Adam(adam) => adam.beta1,
         }
     }
 
@@ -47,15 +99,21 @@ impl Momentum {
             Momentum::None => "no momentum",
             Momentum::Plain(_) => "plain momentum",
             Momentum::Nesterov(_) => "Nesterov momentum",
+            Momentum::Adam(_) => "Adam",
         }
     }
 
-    fn rule(self) -> Rule {
+    /// The first number of it that makes no sense, if there is one.
+    pub fn check(self) -> Result<(), f32> {
         match self {
-            Momentum::None => Rule::Plain,
-            Momentum::Plain(m) => Rule::Momentum(m),
-            Momentum::Nesterov(m) => Rule::Nesterov(m),
+            Momentum::Adam(adam) => adam.check(),
+            Momentum::None | Momentum::Plain(_) | Momentum::Nesterov(_) => coefficient(self.coefficient()),
         }
+    }
+
+    /// Whether it is one that leaves no trace: nothing need be kept for it.
+    fn is_none(self) -> bool {
+        matches!(self, Momentum::None | Momentum::Plain(0.0) | Momentum::Nesterov(0.0))
     }
 }
 
@@ -64,16 +122,37 @@ impl std::fmt::Display for Momentum {
         match self {
             Momentum::None => f.write_str(self.form()),
             Momentum::Plain(m) | Momentum::Nesterov(m) => write!(f, "{} {m}", self.form()),
+            Momentum::Adam(Adam { beta1, beta2, eps }) => {
+                write!(f, "{} {beta1}, {beta2}, {eps:e}", self.form())
+            }
         }
     }
+}
+
+/// The second moment of a layer with Adam, as it is saved and restored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Second<'a> {
+    /// That of this rank's gradients.
+    pub own: &'a [f32],
+    /// What was given last, free of bias; empty if nothing was.
+    pub given: &'a [f32],
+    /// Steps that were accumulated.
+    pub steps: u64,
 }
 
 /// u and v of one layer.
 #[derive(Debug)]
 pub struct Residual {
     momentum: Momentum,
+    ranks: usize,
     u: Field,
     v: Field,
+    /// The second moment; empty but for Adam.
+    q: Field,
+    /// The second moment that was given; empty if none was.
+    given: Field,
+    /// Steps of Adam.
+    steps: u64,
     /// u and v before the last step, if steps can be taken back.
     before: Option<Before>,
 }
@@ -82,18 +161,20 @@ pub struct Residual {
 struct Before {
     u: Field,
     v: Field,
+    q: Field,
     /// Whether they are those of the last step.
     valid: bool,
 }
 
 impl Residual {
-    /// A residual of zeros. With `undo` the last step can be taken back, at the price of a second u and v.
-    pub fn new(n: usize, momentum: Momentum, undo: bool) -> Self {
-        let momentum = if momentum.coefficient() == 0.0 { Momentum::None } else { momentum };
-        let u = || Field::zeros(if momentum == Momentum::None { 0 } else { n });
-        let v = || Field::zeros(n);
-        let before = undo.then(|| Before { u: u(), v: v(), valid: false });
-        Residual { momentum, u: u(), v: v(), before }
+    /// A residual of zeros, of one of `ranks` ranks. With `undo` the last step can be taken back, at the price of a second u and v.
+    pub fn new(n: usize, momentum: Momentum, ranks: usize, undo: bool) -> Self {
+        let momentum = if momentum.is_none() { Momentum::None } else { momentum };
+        let some = |needed: bool| Field::zeros(if needed { n } else { 0 });
+        let u = || some(momentum != Momentum::None);
+        let q = || some(matches!(momentum, Momentum::Adam(_)));
+        let before = undo.then(|| Before { u: u(), v: some(true), q: q(), valid: false });
+        Residual { momentum, ranks, u: u(), v: some(true), q: q(), given: some(false), steps: 0, before }
     }
 
     /// Number of elements.
@@ -116,13 +197,61 @@ impl Residual {
         &self.u
     }
 
-    /// Replaces u and v, as read from a checkpoint.
-    pub fn restore(&mut self, u: &[f32], v: &[f32]) -> Result<(), Unfit> {
+    /// The second moment; None without Adam.
+    pub fn second(&self) -> Option<Second<'_>> {
+        let adam = matches!(self.momentum, Momentum::Adam(_));
+        adam.then(|| Second { own: &self.q, given: &self.given, steps: self.steps })
+    }
+
+    /// Replaces u, v and the second moment, as read from a checkpoint. After an error nothing has changed.
+    pub fn restore(&mut self, u: &[f32], v: &[f32], second: Option<Second<'_>>) -> Result<(), Unfit> {
+        let Second { own, given, steps } = second.unwrap_or(Second { own: &[], given: &[], steps: 0 });
         check("u", u, self.u.len())?;
         check("v", v, self.v.len())?;
+        check_squares("the second moment", own, self.q.len())?;
+        if !given.is_empty() {
+            check_squares("the given second moment", given, self.q.len())?;
+        }
         self.u.copy_from_slice(u);
         self.v.copy_from_slice(v);
+        self.q.copy_from_slice(own);
+        if self.given.len() != given.len() {
+            self.given = Field::zeros(given.len());
+        }
+        self.given.copy_from_slice(given);
+        self.steps = steps;
         self.forget_before();
+        Ok(())
+    }
+
+    /// Takes over from Adam: `m` and `q` as the usual libraries keep them after so many steps, the same on every rank. v starts from
+    /// zero.
+    pub fn adopt_adam(&mut self, m: &[f32], q: &[f32], steps: u64) -> Result<(), Unfit> {
+        check("the momentum buffer", m, self.u.len())?;
+        check_squares("the second moment", q, self.q.len())?;
+        let share = 1.0 / self.ranks as f32;
+        self.u.iter_mut().zip(m).for_each(|(u, m)| *u = m * share);
+        self.q.copy_from_slice(q);
+        self.v.fill(0.0);
+        self.given = Field::zeros(0);
+        self.steps = steps;
+        self.forget_before();
+        Ok(())
+    }
+
+    /// A part of the second moment by which the momentum is divided from the next step on, free of bias, from element `begin` on. The
+    /// first must be all of it.
+    pub fn give_second(&mut self, begin: usize, values: &[f32]) -> Result<(), Unfit> {
+        check_squares("the given second moment", values, values.len())?;
+        let (expected, end) = (self.q.len(), begin.saturating_add(values.len()));
+        let whole = begin == 0 && values.len() == expected;
+        if end > expected || (self.given.is_empty() && !whole) {
+            return Err(Unfit::Length { what: "the given second moment", expected, got: end });
+        }
+        if self.given.is_empty() {
+            self.given = Field::zeros(expected);
+        }
+        self.given[begin..end].copy_from_slice(values);
         Ok(())
     }
 
@@ -147,6 +276,9 @@ impl Residual {
     pub fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {
         let (old, new) = (self.momentum.coefficient(), momentum.coefficient());
         let other = std::mem::discriminant(&self.momentum) != std::mem::discriminant(&momentum);
+        if other && (matches!(momentum, Momentum::Adam(_)) || matches!(self.momentum, Momentum::Adam(_))) {
+            return Err(Unfit::Form { from: self.momentum, to: momentum });
+        }
         if self.momentum == momentum || (self.u.is_empty() && new == 0.0) {
             return Ok(());
         }
@@ -192,48 +324,73 @@ impl Residual {
             workspace.copies.clear();
             workspace.copies.extend_from_slice(&self.v);
             workspace.copies.extend_from_slice(&self.u);
+            workspace.copies.extend_from_slice(&self.q);
         }
-        let plan = Plan {
-            level: workspace.level,
-            rule: self.momentum.rule(),
-            scale,
-            carry,
-            lens: phase.lens(),
-            stats: wanted.stats,
-        };
+        let rule = self.rule();
+        let plan =
+            Plan { level: workspace.level, rule, scale, carry, lens: phase.lens(), stats: wanted.stats };
         self.forget_before();
-        let before = self.before.as_mut();
-        let (saved_u, saved_v) =
-            before.map_or((&mut [][..], &mut [][..]), |before| (&mut before.u, &mut before.v));
-        let span = Span { gradient, u: &mut self.u, v: &mut self.v, saved_u, saved_v, base: 0 };
+        let (saved_u, saved_v, saved_q) = match &mut self.before {
+            Some(before) => (&mut before.u[..], &mut before.v[..], &mut before.q[..]),
+            None => Default::default(),
+        };
+        let span = Span {
+            gradient,
+            u: &mut self.u,
+            v: &mut self.v,
+            q: &mut self.q,
+            given: &self.given,
+            saved_u,
+            saved_v,
+            saved_q,
+            base: 0,
+        };
         let parts = workspace.gather(wanted.floor, wanted.keep, span, &|span, into| span.run(&plan, into));
         if parts.iter().any(|part| !part.finite) {
-            let overflow =
-                || Bad::Overflow { index: self.v.iter().position(|v| !v.is_finite()).unwrap_or(0) };
+            let first = |values: &[f32]| values.iter().position(|x| !x.is_finite());
+            let overflow = || Bad::Overflow { index: first(&self.v).or(first(&self.q)).unwrap_or(0) };
             let own = gradient.first_not_finite().map(|(index, value)| Bad::NotFinite { index, value });
             let why = own.unwrap_or_else(overflow);
             match copied {
                 true => {
-                    let (v, u) = workspace.copies.split_at(self.v.len());
+                    let (v, more) = workspace.copies.split_at(self.v.len());
+                    let (u, q) = more.split_at(self.u.len());
                     self.v.copy_from_slice(v);
                     self.u.copy_from_slice(u);
+                    self.q.copy_from_slice(q);
                 }
-                false => self.take_back(gradient, scale, carry),
+                false => self.take_back(gradient, scale, carry, rule),
             }
             return Err(why);
         }
         if let Some(before) = &mut self.before {
             before.valid = true;
         }
+        self.steps += 1;
         Ok(())
     }
 
+    /// The rule of the next step.
+    fn rule(&self) -> Rule {
+        match self.momentum {
+            Momentum::None => Rule::Plain,
+            Momentum::Plain(m) => Rule::Momentum(m),
+            Momentum::Nesterov(m) => Rule::Nesterov(m),
+            Momentum::Adam(adam) if self.given.is_empty() => Rule::Adam(adam.at(self.steps + 1, self.ranks)),
+            Momentum::Adam(adam) => Rule::AdamGiven(adam.at(self.steps + 1, self.ranks)),
+        }
+    }
+
     /// Undoes a pass that turned out not to be finite.
-    fn take_back(&mut self, gradient: Gradient<'_>, scale: f32, carry: f32) {
+    fn take_back(&mut self, gradient: Gradient<'_>, scale: f32, carry: f32, rule: Rule) {
         if let Some(before) = &mut self.before {
             std::mem::swap(&mut self.u, &mut before.u);
             std::mem::swap(&mut self.v, &mut before.v);
+            std::mem::swap(&mut self.q, &mut before.q);
             return;
+        }
+        if let Rule::Adam(at) | Rule::AdamGiven(at) = rule {
+            return self.take_back_adam(gradient, scale, carry, at);
         }
         let (momentum, mut no_u) = (self.momentum, 0.0);
         let nesterov = matches!(momentum, Momentum::Nesterov(_));
@@ -249,10 +406,27 @@ impl Residual {
                 }
                 Momentum::Plain(_) => ((*u - g) / m, *v - *u),
                 Momentum::Nesterov(_) => (*u / m - g, *v - (*u + g)),
+                Momentum::Adam(_) => unreachable!("Adam was taken back above"),
             };
             *v /= carry;
             if !u.is_finite() || !v.is_finite() {
                 (*u, *v) = (0.0, 0.0);
+            }
+        }
+    }
+
+    /// The same for a second moment. What is left of a moment after a step with coefficient 0 is nothing.
+    fn take_back_adam(&mut self, gradient: Gradient<'_>, scale: f32, carry: f32, at: Coefficients) {
+        let divide = |x: f32, by: f32| if by == 0.0 { 0.0 } else { x / by };
+        for i in 0..self.v.len() {
+            let g = gradient.get(i).unwrap_or(0.0) * scale;
+            let (u, q, v) = (&mut self.u[i], &mut self.q[i], &mut self.v[i]);
+            let second = self.given.get(i).copied().unwrap_or(*q * at.unbias_square);
+            *v = (*v - (*u * at.unbias) / (second.sqrt() + at.floor)) / carry;
+            *u = divide(*u - at.enter * g, at.keep);
+            *q = divide(*q - at.enter_square * (g * g), at.keep_square).max(0.0);
+            if !u.is_finite() || !v.is_finite() || !q.is_finite() {
+                (*u, *q, *v) = (0.0, 0.0, 0.0);
             }
         }
     }
@@ -263,10 +437,11 @@ impl Residual {
         }
     }
 
-    /// Leaves at each index the given rest of v, and, with masking, no momentum.
+    /// Leaves at each index the given rest of v, and, with masking, no momentum. That of Adam stays: it decays by itself within a few
+    /// steps, and in trainings with it clearing cost two percent of the loss.
     pub(crate) fn remove(&mut self, sent: impl Iterator<Item = (u32, f32)>, masking: bool) {
         let (u, v) = (&mut self.u[..], &mut self.v[..]);
-        let masking = masking && !u.is_empty();
+        let masking = masking && !u.is_empty() && !matches!(self.momentum, Momentum::Adam(_));
         for (index, rest) in sent {
             v[index as usize] = rest;
             if masking {
@@ -281,6 +456,8 @@ impl Residual {
         before.valid = false;
         std::mem::swap(&mut self.u, &mut before.u);
         std::mem::swap(&mut self.v, &mut before.v);
+        std::mem::swap(&mut self.q, &mut before.q);
+        self.steps -= 1;
         Ok(())
     }
 }
@@ -295,14 +472,26 @@ fn check(what: &'static str, values: &[f32], expected: usize) -> Result<(), Unfi
     }
 }
 
+/// The same for squares, which are not negative.
+fn check_squares(what: &'static str, values: &[f32], expected: usize) -> Result<(), Unfit> {
+    check(what, values, expected)?;
+    match values.iter().position(|x| *x < 0.0) {
+        Some(index) => Err(Unfit::NotFinite { what, index, value: values[index] }),
+        None => Ok(()),
+    }
+}
+
 /// A part of the residual on its way through a pass; what the rule has no use for is empty.
 struct Span<'a> {
     gradient: Gradient<'a>,
     u: &'a mut [f32],
     v: &'a mut [f32],
-    /// Empty without `undo`, as is `saved_v`.
+    q: &'a mut [f32],
+    given: &'a [f32],
+    /// Empty without `undo`, as are those below.
     saved_u: &'a mut [f32],
     saved_v: &'a mut [f32],
+    saved_q: &'a mut [f32],
     base: u32,
 }
 
@@ -313,16 +502,26 @@ impl Split for Span<'_> {
 
     fn split_at(self, mid: usize) -> (Self, Self) {
         let cut = |slice: &[f32]| mid.min(slice.len());
-        let (g0, g1) = self.gradient.split_at(mid);
-        let (u0, u1) = self.u.split_at_mut(cut(self.u));
-        let (v0, v1) = self.v.split_at_mut(mid);
-        let (su0, su1) = self.saved_u.split_at_mut(cut(self.saved_u));
-        let (sv0, sv1) = self.saved_v.split_at_mut(cut(self.saved_v));
-        let base = self.base + mid as u32;
-        (
-            Span { gradient: g0, u: u0, v: v0, saved_u: su0, saved_v: sv0, base: self.base },
-            Span { gradient: g1, u: u1, v: v1, saved_u: su1, saved_v: sv1, base },
-        )
+        let (gradient, gradient_1) = self.gradient.split_at(mid);
+        let (u, u_1) = self.u.split_at_mut(cut(self.u));
+        let (v, v_1) = self.v.split_at_mut(mid);
+        let (q, q_1) = self.q.split_at_mut(cut(self.q));
+        let (given, given_1) = self.given.split_at(cut(self.given));
+        let (saved_u, saved_u_1) = self.saved_u.split_at_mut(cut(self.saved_u));
+        let (saved_v, saved_v_1) = self.saved_v.split_at_mut(cut(self.saved_v));
+        let (saved_q, saved_q_1) = self.saved_q.split_at_mut(cut(self.saved_q));
+        let right = Span {
+            gradient: gradient_1,
+            u: u_1,
+            v: v_1,
+            q: q_1,
+            given: given_1,
+            saved_u: saved_u_1,
+            saved_v: saved_v_1,
+            saved_q: saved_q_1,
+            base: self.base + mid as u32,
+        };
+        (Span { gradient, u, v, q, given, saved_u, saved_v, saved_q, base: self.base }, right)
     }
 }
 
@@ -333,9 +532,11 @@ impl Span<'_> {
         let save = !self.saved_v.is_empty();
         while self.len() > 0 {
             let mid = self.len().min(CHUNK);
-            let (Span { gradient, u, v, saved_u, saved_v, base }, rest) = self.split_at(mid);
+            let (Span { gradient, u, v, q, given, saved_u, saved_v, saved_q, base }, rest) =
+                self.split_at(mid);
             into.bound();
-            let slices = Slices { gradient: gradient.as_f32(&mut buffer), u, v, saved_u, saved_v, base };
+            let gradient = gradient.as_f32(&mut buffer);
+            let slices = Slices { gradient, u, v, q, given, saved_u, saved_v, saved_q, base };
             let outcome = kernel::pass(plan, into.floor, slices, &mut into.keys);
             into.finite &= outcome.finite;
             if plan.stats {

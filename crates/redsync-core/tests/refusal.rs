@@ -6,13 +6,15 @@ mod common;
 use common::{density, send};
 use proptest::prelude::*;
 use redsync_core::{
-    Bad, Compressor, Config, ConfigError, FrameWriter, Gradient, LayerError, Memory, Momentum, Remembered,
-    Sparse, Unfit, Workspace, apply,
+    Adam, Bad, Compressor, Config, ConfigError, FrameWriter, Gradient, LayerError, Memory, Momentum,
+    Remembered, Sparse, Unfit, Workspace, apply,
 };
 
-fn state(layer: &Compressor) -> (Vec<u32>, Vec<u32>, Memory) {
+fn state(layer: &Compressor) -> ([Vec<u32>; 3], Memory, u64) {
     let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect();
-    (bits(layer.residual().u()), bits(layer.residual().v()), layer.memory())
+    let second = layer.residual().second();
+    let (own, steps) = second.map_or((&[][..], 0), |second| (second.own, second.steps));
+    ([layer.residual().u(), layer.residual().v(), own].map(bits), layer.memory(), steps)
 }
 
 fn layer(n: usize, momentum: Momentum, undo: bool) -> Compressor {
@@ -27,12 +29,13 @@ fn layer(n: usize, momentum: Momentum, undo: bool) -> Compressor {
     layer
 }
 
-const MOMENTA: [Momentum; 3] = [Momentum::None, Momentum::Plain(0.9), Momentum::Nesterov(0.9)];
+const ADAM: Momentum = Momentum::Adam(Adam { beta1: 0.9, beta2: 0.99, eps: 1e-8 });
+const MOMENTA: [Momentum; 4] = [Momentum::None, Momentum::Plain(0.9), Momentum::Nesterov(0.9), ADAM];
 
 proptest! {
     #[test]
     fn a_gradient_that_is_not_finite_is_named_and_changes_nothing(
-        n in prop_oneof![4 => 1usize..9000, 1 => 32_000usize..34_000], at: prop::sample::Index, undo: bool, which in 0usize..3,
+        n in prop_oneof![4 => 1usize..9000, 1 => 32_000usize..34_000], at: prop::sample::Index, undo: bool, which in 0..MOMENTA.len(),
         bad in prop_oneof![Just(f32::NAN), Just(f32::INFINITY), Just(f32::NEG_INFINITY)],
     ) {
         let mut layer = layer(n, MOMENTA[which], undo);
@@ -98,7 +101,7 @@ fn an_overflowing_sum_is_an_error_too() {
 /// Also without `undo`: a layer of this size is copied before each pass.
 #[test]
 fn a_small_layer_survives_an_overflow_or_huge_values_exactly() {
-    for momentum in [Momentum::None, Momentum::Plain(0.0), Momentum::Plain(0.9), Momentum::Nesterov(0.9)] {
+    for momentum in MOMENTA.into_iter().chain([Momentum::Plain(0.0)]) {
         let mut layer = layer(1000, momentum, false);
         let before = state(&layer);
         let mut g = vec![1e30f32; 1000];
@@ -204,13 +207,13 @@ fn saved_state_is_restored_or_refused() {
     let mut fresh = Compressor::new(7, "conv3.weight", 50, *saved.config()).unwrap();
     let (u, v) = (saved.residual().u(), saved.residual().v());
     let memory = Memory::from_phases(saved.memory().phases()).unwrap();
-    fresh.restore(u, v, memory, None).unwrap();
+    fresh.restore(u, v, None, memory, None).unwrap();
     assert_eq!(state(&fresh), state(&saved));
     let refused = |outcome: Result<(), Unfit>| outcome.unwrap_err().to_string();
-    assert_eq!(refused(fresh.restore(&u[1..], v, memory, None)), "u has 49 elements instead of 50");
+    assert_eq!(refused(fresh.restore(&u[1..], v, None, memory, None)), "u has 49 elements instead of 50");
     let mut poisoned = v.to_vec();
     poisoned[3] = f32::NAN;
-    assert_eq!(refused(fresh.restore(u, &poisoned, memory, None)), "v is NaN at element 3");
+    assert_eq!(refused(fresh.restore(u, &poisoned, None, memory, None)), "v is NaN at element 3");
     assert_eq!(
         refused(fresh.adopt_momentum(&u[1..], 2)),
         "the momentum buffer has 49 elements instead of 50"

@@ -3,7 +3,7 @@
 
 use crate::layer::Layer;
 use crate::source::Source;
-use crate::state::LayerState;
+use crate::state::{LayerState, SecondMoment};
 use redsync_core::{
     Bad, Compressor, Config, ConfigError, LayerError, Momentum, Sending, Sparse, Unfit, Workspace,
 };
@@ -39,6 +39,9 @@ pub trait LayerCompressor: Send {
 
     /// Starts from this rank's share of an optimizer's momentum buffer.
     fn adopt_momentum(&mut self, buffer: &[f32], ranks: usize) -> Result<(), Unfit>;
+
+    /// Starts from what an optimizer has gathered as Adam, after so many steps.
+    fn adopt_adam(&mut self, m: &[f32], q: &[f32], steps: u64) -> Result<(), Unfit>;
 
     /// Everything that the next step depends on.
     fn save(&self) -> LayerState;
@@ -121,6 +124,10 @@ impl LayerCompressor for Compressor {
         Compressor::adopt_momentum(self, buffer, ranks)
     }
 
+    fn adopt_adam(&mut self, m: &[f32], q: &[f32], steps: u64) -> Result<(), Unfit> {
+        Compressor::adopt_adam(self, m, q, steps)
+    }
+
     fn save(&self) -> LayerState {
         LayerState {
             name: self.name().into(),
@@ -130,6 +137,7 @@ impl LayerCompressor for Compressor {
             v: self.residual().v().to_vec(),
             memory: self.memory(),
             rate: self.rate(),
+            second: self.residual().second().map(SecondMoment::from),
         }
     }
 
@@ -148,6 +156,10 @@ impl LayerCompressor for Compressor {
         if !state.u.is_empty() && wrong(state.u.len()) {
             return Err(Unfit::Length { what: "u", expected, got: state.u.len() });
         }
+        let squares = |state: &LayerState| state.second.as_ref().map(|second| second.own.len());
+        if let Some(got) = squares(state).filter(|got| wrong(*got)) {
+            return Err(Unfit::Length { what: "the second moment", expected, got });
+        }
         state.check_finite()
     }
 
@@ -157,7 +169,8 @@ impl LayerCompressor for Compressor {
             // u is of the momentum of its step; a schedule goes on from there.
             Compressor::set_momentum(self, state.momentum)?;
         }
-        Compressor::restore(self, &state.u, &state.v, state.memory, state.rate)
+        let second = state.second.as_ref().map(SecondMoment::as_second);
+        Compressor::restore(self, &state.u, &state.v, second, state.memory, state.rate)
     }
 
     fn norm(&self) -> f64 {

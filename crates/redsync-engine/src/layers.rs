@@ -79,6 +79,10 @@ impl Layers {
         self.change(layer, |compressor| compressor.adopt_momentum(buffer, ranks))
     }
 
+    pub fn adopt_adam(&mut self, layer: usize, m: &[f32], q: &[f32], steps: u64) -> Result<(), SyncError> {
+        self.change(layer, |compressor| compressor.adopt_adam(m, q, steps))
+    }
+
     /// The norm of what a layer has accumulated and not sent; None for a dense layer.
     pub fn norm(&self, layer: usize) -> Option<f64> {
         Some(self.compressors.get(layer)?.as_ref()?.norm())

@@ -41,7 +41,7 @@ pub struct UnknownModel {
 type Build = fn() -> Vec<Layer>;
 
 /// Every known model: its name, whether it is recurrent, what builds its layers.
-const MODELS: [(&str, bool, Build); 7] = [
+const MODELS: [(&str, bool, Build); 9] = [
     ("vgg16-cifar", false, vgg16_cifar),
     ("resnet44", false, resnet44),
     ("alexnet", false, alexnet),
@@ -49,11 +49,13 @@ const MODELS: [(&str, bool, Build); 7] = [
     ("resnet50", false, resnet50),
     ("lstm-ptb", true, || tied_lstm(10_000)),
     ("lstm-wiki2", true, || tied_lstm(33_278)),
+    ("gpt-tiny", false, || gpt(128, 5, 128)),
+    ("gpt-small", false, || gpt(384, 6, 256)),
 ];
 
 /// The names of all known models.
-pub const NAMES: [&str; 7] = {
-    let mut names = [""; 7];
+pub const NAMES: [&str; 9] = {
+    let mut names = [""; 9];
     let mut i = 0;
     while i < names.len() {
         names[i] = MODELS[i].0;
@@ -204,6 +206,29 @@ fn tied_lstm(vocabulary: usize) -> Vec<Layer> {
     layers
 }
 
+/// A transformer of bytes, as wide as `width`, whose embedding is also its softmax matrix.
+fn gpt(width: usize, blocks: usize, context: usize) -> Vec<Layer> {
+    let linear =
+        |name: String, from: usize, to: usize| [weight(&name, from * to, Kind::Weight), bias(&name, to)];
+    let mut layers =
+        vec![weight("wte", 256 * width, Kind::Output), weight("wpe", context * width, Kind::Weight)];
+    for depth in 0..blocks {
+        let name = |part: &str| format!("h.{depth}.{part}");
+        layers.extend(layer_norm(&name("ln_1"), width));
+        layers.extend(linear(name("attn.qkv"), width, 3 * width));
+        layers.extend(linear(name("attn.proj"), width, width));
+        layers.extend(layer_norm(&name("ln_2"), width));
+        layers.extend(linear(name("mlp.fc"), width, 4 * width));
+        layers.extend(linear(name("mlp.proj"), 4 * width, width));
+    }
+    layers.extend(layer_norm("ln_f", width));
+    layers
+}
+
+fn layer_norm(module: &str, width: usize) -> [Layer; 2] {
+    [weight(module, width, Kind::BiasOrNorm), bias(module, width)]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -224,6 +249,8 @@ mod tests {
             ("resnet50", 25_557_032),
             ("lstm-ptb", 51_034_000),
             ("lstm-wiki2", 85_974_278),
+            ("gpt-tiny", 1_040_768),
+            ("gpt-small", 10_844_160),
         ];
         assert_eq!(totals, expected);
     }
@@ -231,7 +258,10 @@ mod tests {
     #[test]
     fn tensor_counts_are_those_of_the_architectures() {
         let counts: Vec<_> = all().map(|model| model.layers.len()).collect();
-        assert_eq!(counts, [13 * 3 + 2, 43 * 3 + 2, 8 * 2, 16 * 2, 53 * 3 + 2, 10, 10]);
+        assert_eq!(
+            counts,
+            [13 * 3 + 2, 43 * 3 + 2, 8 * 2, 16 * 2, 53 * 3 + 2, 10, 10, 5 * 12 + 4, 6 * 12 + 4]
+        );
     }
 
     #[test]
@@ -254,7 +284,8 @@ mod tests {
     fn output_is_the_last_weight_unless_tied_to_the_embedding() {
         for model in all() {
             let mut weights = model.layers.iter().filter(|layer| layer.kind != Kind::BiasOrNorm);
-            let place = if model.recurrent { weights.next() } else { weights.next_back() };
+            let tied = model.recurrent || model.name.starts_with("gpt");
+            let place = if tied { weights.next() } else { weights.next_back() };
             assert_eq!(place.map(|layer| layer.kind), Some(Kind::Output), "{}", model.name);
         }
     }
@@ -262,7 +293,9 @@ mod tests {
     #[test]
     fn kinds_follow_the_tensors() {
         for layer in all().flat_map(|model| model.layers) {
-            let norm = layer.name.contains("bn") || layer.name.contains("downsample.1");
+            let norm = layer.name.contains("bn")
+                || layer.name.contains("downsample.1")
+                || layer.name.contains("ln_");
             if layer.name.contains("bias") || norm {
                 assert_eq!(layer.kind, Kind::BiasOrNorm, "{}", layer.name);
             }

@@ -181,6 +181,7 @@ pub(crate) fn compressor(
     layer: &Layer,
     choice: Choice,
     config: &Config,
+    ranks: usize,
 ) -> Result<Option<redsync_core::Config>, SyncError> {
     let refuse = |why| SyncError::Config { layer: layer.name.clone(), why };
     Density::new(config.density).map_err(refuse)?;
@@ -194,6 +195,7 @@ pub(crate) fn compressor(
         values,
         indices,
         momentum: layer.momentum.unwrap_or(config.momentum),
+        ranks,
         masking,
         undo: config.undo,
     }))

@@ -74,7 +74,7 @@ impl Synchronizer {
         let mut compressors = Vec::with_capacity(layers.len());
         for (number, (layer, choice)) in layers.iter().zip(&choices).enumerate() {
             let refuse = |why| SyncError::Config { layer: layer.name.clone(), why };
-            let made = plan::compressor(layer, *choice, &config)?
+            let made = plan::compressor(layer, *choice, &config, comm.size())?
                 .map(|core| device.compressor(number as u32, layer, core).map_err(refuse));
             compressors.push(made.transpose()?);
         }
@@ -366,6 +366,12 @@ impl Synchronizer {
     /// After a dense warm-up: a compressed layer carries on with its share of the optimizer's momentum buffer.
     pub fn adopt_momentum(&self, layer: usize, buffer: &[f32]) -> Result<(), SyncError> {
         lock(&self.shared.compressed).adopt_momentum(layer, buffer, self.shared.comm.size())
+    }
+
+    /// After a dense warm-up with Adam, or from its checkpoint: a compressed layer carries on with the optimizer's first and second
+    /// moment after so many steps.
+    pub fn adopt_adam(&self, layer: usize, m: &[f32], q: &[f32], steps: u64) -> Result<(), SyncError> {
+        lock(&self.shared.compressed).adopt_adam(layer, m, q, steps)
     }
 
     /// Changes the coefficient of a compressed layer's momentum, as schedules do; its form, plain or Nesterov, stays.

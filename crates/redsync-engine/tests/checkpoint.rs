@@ -5,7 +5,7 @@
 mod common;
 
 use common::{Comm, Replica, config, run};
-use redsync_core::Momentum;
+use redsync_core::{Adam, Momentum};
 use redsync_engine::state::Saved;
 use redsync_engine::{Config, Kind, Layer, Method, Preset, SyncError};
 use std::fs;
@@ -93,6 +93,14 @@ fn sampled_selection_resumes_to_the_same_bits_in_the_middle_of_its_cycle() {
 #[test]
 fn asq_resumes_to_the_same_bits_in_the_middle_of_its_phases() {
     resumes_to_the_same_bits(Config { momentum: Momentum::Nesterov(0.9), ..config(Method::RgcAsq, 0.02) });
+}
+
+#[test]
+fn adam_resumes_to_the_same_bits() {
+    let momentum = Momentum::Adam(Adam { beta1: 0.9, beta2: 0.99, eps: 1e-8 });
+    for method in [Method::Rgc, Method::RgcAsq] {
+        resumes_to_the_same_bits(Config { momentum, ..config(method, 0.02) });
+    }
 }
 
 #[test]

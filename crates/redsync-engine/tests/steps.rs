@@ -355,6 +355,10 @@ impl LayerCompressor for Far {
         self.0.adopt_momentum(buffer, ranks)
     }
 
+    fn adopt_adam(&mut self, m: &[f32], q: &[f32], steps: u64) -> Result<(), Unfit> {
+        self.0.adopt_adam(m, q, steps)
+    }
+
     fn save(&self) -> LayerState {
         self.0.save()
     }

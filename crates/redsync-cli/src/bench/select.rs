@@ -90,7 +90,7 @@ impl Contestant {
             Contestant::Selector(compressor, _) => {
                 let old = compressor.residual();
                 let mut next = Compressor::new(0, "bench", old.len(), *compressor.config())?;
-                next.restore(old.u(), old.v(), compressor.memory(), compressor.rate())?;
+                next.restore(old.u(), old.v(), old.second(), compressor.memory(), compressor.rate())?;
                 **compressor = next;
             }
         }

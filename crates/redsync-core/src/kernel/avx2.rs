@@ -118,6 +118,16 @@ impl Registers for Avx2 {
     }
 
     #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        avx2!(_mm256_div_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sqrt(self, x: __m256) -> __m256 {
+        avx2!(_mm256_sqrt_ps(x))
+    }
+
+    #[inline(always)]
     fn see(self, x: __m256, keep: __m256i, flip: __m256i) -> __m256 {
         avx2!(_mm256_xor_ps(_mm256_and_ps(x, _mm256_castsi256_ps(keep)), _mm256_castsi256_ps(flip)))
     }

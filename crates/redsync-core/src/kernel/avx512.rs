@@ -124,6 +124,16 @@ impl Registers for Avx512 {
     }
 
     #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        avx512!(_mm512_div_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sqrt(self, x: __m512) -> __m512 {
+        avx512!(_mm512_sqrt_ps(x))
+    }
+
+    #[inline(always)]
     fn see(self, x: __m512, keep: __m512i, flip: __m512i) -> __m512 {
         avx512!(_mm512_castsi512_ps(_mm512_xor_si512(_mm512_and_si512(_mm512_castps_si512(x), keep), flip)))
     }

@@ -83,17 +83,49 @@ pub(crate) enum Rule {
     Momentum(f32),
     /// u = m*(u + s*g); v = c*v + (u + s*g)
     Nesterov(f32),
+    /// Momentum divided by the root of the second moment q that the rank has itself.
+    Adam(Coefficients),
+    /// The same with a second moment that was given.
+    AdamGiven(Coefficients),
+}
+
+/// The numbers of Adam at a step: u = keep*u + enter*(s*g); q = keep_square*q + enter_square*(s*g)^2;
+/// v = c*v + (u*unbias)/(sqrt(q*unbias_square) + floor), or with a given second moment in the place of q*unbias_square.
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
+pub(crate) struct Coefficients {
+    pub keep: f32,
+    pub enter: f32,
+    pub keep_square: f32,
+    pub enter_square: f32,
+    pub unbias: f32,
+    pub unbias_square: f32,
+    pub floor: f32,
 }
 
 const PLAIN: u8 = 1;
 const MOMENTUM: u8 = 2;
 const NESTEROV: u8 = 3;
+const ADAM: u8 = 4;
+const ADAM_GIVEN: u8 = 5;
+
+/// Whether a kind of rule has a second moment.
+const fn squares(kind: u8) -> bool {
+    matches!(kind, ADAM | ADAM_GIVEN)
+}
 
 impl Rule {
     fn coefficient(self) -> f32 {
         match self {
             Rule::Plain => 0.0,
             Rule::Momentum(m) | Rule::Nesterov(m) => m,
+            Rule::Adam(adam) | Rule::AdamGiven(adam) => adam.keep,
+        }
+    }
+
+    fn adam(self) -> Coefficients {
+        match self {
+            Rule::Adam(adam) | Rule::AdamGiven(adam) => adam,
+            _ => Coefficients::default(),
         }
     }
 }
@@ -120,10 +152,16 @@ pub(crate) struct Slices<'a> {
     pub u: &'a mut [f32],
     /// Changed in place.
     pub v: &'a mut [f32],
+    /// The second moment; changed in place.
+    pub q: &'a mut [f32],
+    /// The second moment that is given.
+    pub given: &'a [f32],
     /// Receives u as it was, unless `saved_v` is empty.
     pub saved_u: &'a mut [f32],
     /// Receives v as it was, unless it is empty.
     pub saved_v: &'a mut [f32],
+    /// Receives q as it was, unless `saved_v` is empty.
+    pub saved_q: &'a mut [f32],
     /// Index of the first element in its tensor.
     pub base: u32,
 }
@@ -172,6 +210,10 @@ pub(crate) fn pass(plan: &Plan, floor: f32, slices: Slices<'_>, found: &mut Vec<
         (Rule::Momentum(_), true) => pass_as::<MOMENTUM, true>(plan, floor, slices, found),
         (Rule::Nesterov(_), false) => pass_as::<NESTEROV, false>(plan, floor, slices, found),
         (Rule::Nesterov(_), true) => pass_as::<NESTEROV, true>(plan, floor, slices, found),
+        (Rule::Adam(_), false) => pass_as::<ADAM, false>(plan, floor, slices, found),
+        (Rule::Adam(_), true) => pass_as::<ADAM, true>(plan, floor, slices, found),
+        (Rule::AdamGiven(_), false) => pass_as::<ADAM_GIVEN, false>(plan, floor, slices, found),
+        (Rule::AdamGiven(_), true) => pass_as::<ADAM_GIVEN, true>(plan, floor, slices, found),
     }
 }
 
@@ -272,8 +314,17 @@ mod tests {
         prop_oneof![
             Just(Rule::Plain),
             (0f32..1.0).prop_map(Rule::Momentum),
-            (0f32..1.0).prop_map(Rule::Nesterov)
+            (0f32..1.0).prop_map(Rule::Nesterov),
+            adam().prop_map(Rule::Adam),
+            adam().prop_map(Rule::AdamGiven),
         ]
+    }
+
+    fn adam() -> impl Strategy<Value = Coefficients> {
+        let some = || (0f32..1.0, 0f32..1.0, 1f32..10.0);
+        (some(), some(), 1e-8f32..1e-3).prop_map(|((keep, enter, unbias), (b2, a2, unbias_square), floor)| {
+            Coefficients { keep, enter, keep_square: b2, enter_square: a2, unbias, unbias_square, floor }
+        })
     }
 
     /// Any bit pattern: NaN, infinities, subnormals and negative zero are inputs too.
@@ -282,29 +333,39 @@ mod tests {
         proptest::collection::vec(any, len)
     }
 
-    fn inputs() -> impl Strategy<Value = (Vec<f32>, Vec<f32>, Vec<f32>)> {
-        (0usize..200).prop_flat_map(|n| (floats(n), floats(n), floats(n)))
+    /// What a pass reads.
+    #[derive(Clone, Debug)]
+    struct Inputs {
+        g: Vec<f32>,
+        u: Vec<f32>,
+        v: Vec<f32>,
+        q: Vec<f32>,
+        given: Vec<f32>,
+    }
+
+    fn inputs() -> impl Strategy<Value = Inputs> {
+        let all = |n| (floats(n), floats(n), floats(n), floats(n), floats(n));
+        (0usize..200).prop_flat_map(all).prop_map(|(g, u, v, q, given)| {
+            let squares = |x: Vec<f32>| x.into_iter().map(f32::abs).collect();
+            Inputs { g, u, v, q: squares(q), given: squares(given) }
+        })
     }
 
     /// Everything a pass gives, comparable bit by bit; NaN counts as one value.
-    fn run(
-        plan: &Plan,
-        save: bool,
-        floor: f32,
-        g: &[f32],
-        u: &[f32],
-        v: &[f32],
-    ) -> impl PartialEq + std::fmt::Debug + use<> {
-        let (mut u, mut v) = (u.to_vec(), v.to_vec());
-        let room = if save { v.len() } else { 0 };
-        let (mut saved_u, mut saved_v) = (Field::zeros(room), Field::zeros(room));
+    fn run(plan: &Plan, save: bool, floor: f32, inputs: &Inputs) -> impl PartialEq + std::fmt::Debug + use<> {
+        let Inputs { g, mut u, mut v, mut q, given } = inputs.clone();
+        let room = || Field::zeros(if save { v.len() } else { 0 });
+        let (mut saved_u, mut saved_v, mut saved_q) = (room(), room(), room());
         let mut found = Vec::new();
         let slices = Slices {
-            gradient: g,
+            gradient: &g,
             u: &mut u,
             v: &mut v,
+            q: &mut q,
+            given: &given,
             saved_u: &mut saved_u,
             saved_v: &mut saved_v,
+            saved_q: &mut saved_q,
             base: 5,
         };
         let Outcome { finite, stats } = pass(plan, floor, slices, &mut found);
@@ -316,7 +377,8 @@ mod tests {
         let bits = |x: &[f32]| -> Vec<u32> {
             x.iter().map(|x| if x.is_nan() { 0x7fc0_0000 } else { x.to_bits() }).collect()
         };
-        (finite, meaningful, bits(&u), bits(&v), bits(&saved_u), bits(&saved_v))
+        let saved = [saved_u, saved_v, saved_q].map(|saved| bits(&saved));
+        (finite, meaningful, bits(&u), bits(&v), bits(&q), saved)
     }
 
     /// Long enough for every way in which a pass walks through blocks.
@@ -331,8 +393,25 @@ mod tests {
             (0..len).map(|_| next(&mut state)).collect()
         };
         for n in [CHUNK, CHUNK - 1, CHUNK / 4, CHUNK / 4 + 3 * BLOCK + 5, CHUNK / 4 - 1] {
-            let (g, u, v) = (draw(n), draw(n), draw(n));
-            for rule in [Rule::Plain, Rule::Momentum(0.9), Rule::Nesterov(0.9)] {
+            let squares = |x: Vec<f32>| x.into_iter().map(f32::abs).collect();
+            let inputs =
+                Inputs { g: draw(n), u: draw(n), v: draw(n), q: squares(draw(n)), given: squares(draw(n)) };
+            let adam = Coefficients {
+                keep: 0.9,
+                enter: 0.1,
+                keep_square: 0.95,
+                enter_square: 0.05,
+                unbias: 1.5,
+                unbias_square: 3.0,
+                floor: 1e-8,
+            };
+            for rule in [
+                Rule::Plain,
+                Rule::Momentum(0.9),
+                Rule::Nesterov(0.9),
+                Rule::Adam(adam),
+                Rule::AdamGiven(adam),
+            ] {
                 for (phase, stats, save) in [
                     (Phase::Both, false, false),
                     (Phase::Positive, true, false),
@@ -340,9 +419,9 @@ mod tests {
                 ] {
                     let plan =
                         |level| Plan { level, rule, scale: 0.3, carry: 1.25, lens: phase.lens(), stats };
-                    let portable = run(&plan(Level::Portable), save, 900.0, &g, &u, &v);
+                    let portable = run(&plan(Level::Portable), save, 900.0, &inputs);
                     for level in here() {
-                        let result = run(&plan(level), save, 900.0, &g, &u, &v);
+                        let result = run(&plan(level), save, 900.0, &inputs);
                         assert!(portable == result, "{level:?} {n} {rule:?} {phase:?}");
                     }
                 }
@@ -353,14 +432,14 @@ mod tests {
     proptest! {
         #[test]
         fn every_level_gives_the_same_bits(
-            rule in rules(), (g, u, v) in inputs(), floor in 0f32..500.0, scale in 0.1f32..2.0,
+            rule in rules(), inputs in inputs(), floor in 0f32..500.0, scale in 0.1f32..2.0,
             phase in prop_oneof![Just(Phase::Both), Just(Phase::Positive), Just(Phase::Negative)],
             save: bool, stats: bool, carry in prop_oneof![Just(1f32), 0.1f32..4.0],
         ) {
             let plan = |level| Plan { level, rule, scale, carry, lens: phase.lens(), stats };
-            let portable = run(&plan(Level::Portable), save, floor, &g, &u, &v);
+            let portable = run(&plan(Level::Portable), save, floor, &inputs);
             for level in here() {
-                prop_assert_eq!(&portable, &run(&plan(level), save, floor, &g, &u, &v), "{:?}", level);
+                prop_assert_eq!(&portable, &run(&plan(level), save, floor, &inputs), "{:?}", level);
             }
         }
 
@@ -374,7 +453,8 @@ mod tests {
             let plan = Plan { level, rule: Rule::Plain, scale: 1.0, carry: 1.0, lens, stats: true };
             let (mut changed, mut saved, mut found) = (v.clone(), Field::zeros(v.len()), Vec::new());
             let slices = Slices {
-                gradient: &zeros, u: &mut [], v: &mut changed, saved_u: &mut [], saved_v: &mut saved, base: 0
+                gradient: &zeros, u: &mut [], v: &mut changed, q: &mut [], given: &[],
+                saved_u: &mut [], saved_v: &mut saved, saved_q: &mut [], base: 0
             };
             let Outcome { finite, stats } = pass(&plan, floor, slices, &mut found);
             prop_assert_eq!(&saved[..], &v[..]);

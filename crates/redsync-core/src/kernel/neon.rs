@@ -89,6 +89,16 @@ impl Registers for Neon {
     }
 
     #[inline(always)]
+    fn div(self, [a, b]: Self::Floats, [c, d]: Self::Floats) -> Self::Floats {
+        neon!([vdivq_f32(a, c), vdivq_f32(b, d)])
+    }
+
+    #[inline(always)]
+    fn sqrt(self, [x, y]: Self::Floats) -> Self::Floats {
+        neon!([vsqrtq_f32(x), vsqrtq_f32(y)])
+    }
+
+    #[inline(always)]
     fn see(self, x: Self::Floats, keep: Self::Bits, flip: Self::Bits) -> Self::Floats {
         let [x, y] = self.to_bits(x);
         neon!([

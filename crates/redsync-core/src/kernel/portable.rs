@@ -1,6 +1,9 @@
 //! The loops in plain Rust. They define the result; the other levels are tested against them bit by bit.
 
-use super::{BLOCK, Key, MOMENTUM, Outcome, PLAIN, Plan, STAT_LANES, Slices, Stats};
+use super::{
+    ADAM, BLOCK, Coefficients, Key, MOMENTUM, NESTEROV, Outcome, PLAIN, Plan, STAT_LANES, Slices, Stats,
+    squares,
+};
 use crate::phase::Lens;
 
 pub(super) fn pass<const KIND: u8, const STATS: bool>(
@@ -22,11 +25,24 @@ fn rule<const KIND: u8>(plan: &Plan, g: f32, u: f32, v: f32) -> (f32, f32) {
             let next = m * u + g;
             (next, v + next)
         }
-        _ => {
+        NESTEROV => {
             let next = m * (u + g);
             (next, v + (next + g))
         }
+        _ => unreachable!("rules with a second moment have a function of their own"),
     }
+}
+
+/// The rule with a second moment for one element: the next u, the next second moment and the next v.
+#[inline(always)]
+fn adam<const KIND: u8>(plan: &Plan, g: f32, u: f32, q: f32, given: f32, v: f32) -> (f32, f32, f32) {
+    let Coefficients { keep, enter, keep_square, enter_square, unbias, unbias_square, floor } =
+        plan.rule.adam();
+    let (g, v) = (g * plan.scale, v * plan.carry);
+    let u = keep * u + enter * g;
+    let q = keep_square * q + enter_square * (g * g);
+    let second = if KIND == ADAM { q * unbias_square } else { given };
+    (u, q, v + (u * unbias) / (second.sqrt() + floor))
 }
 
 /// The pass from element `start` on: the whole of it here, the last few elements for the other levels.
@@ -38,15 +54,24 @@ pub(super) fn pass_from<const KIND: u8, const STATS: bool>(
     slices: Slices<'_>,
     found: &mut Vec<Key>,
 ) -> Outcome {
-    let Slices { gradient, u, v, saved_u, saved_v, base } = slices;
+    let Slices { gradient, u, v, q, given, saved_u, saved_v, saved_q, base } = slices;
     let mut finite = true;
     if !saved_v.is_empty() {
         saved_v[start..].copy_from_slice(&v[start..]);
         if KIND != PLAIN {
             saved_u[start..].copy_from_slice(&u[start..]);
         }
+        if squares(KIND) {
+            saved_q[start..].copy_from_slice(&q[start..]);
+        }
     }
     for i in start..v.len() {
+        if squares(KIND) {
+            let given = if KIND == ADAM { 0.0 } else { given[i] };
+            (u[i], q[i], v[i]) = adam::<KIND>(plan, gradient[i], u[i], q[i], given, v[i]);
+            finite &= v[i].is_finite() && q[i].is_finite();
+            continue;
+        }
         let momentum = if KIND == PLAIN { 0.0 } else { u[i] };
         let (u_next, v_next) = rule::<KIND>(plan, gradient[i], momentum, v[i]);
         if KIND != PLAIN {

@@ -9,7 +9,7 @@
 #![allow(unsafe_code)]
 
 use super::portable::{self, StatLanes};
-use super::{BLOCK, CHUNK, Key, MOMENTUM, Outcome, PLAIN, Plan, Slices};
+use super::{ADAM, ADAM_GIVEN, BLOCK, CHUNK, Key, MOMENTUM, NESTEROV, Outcome, PLAIN, Plan, Slices, squares};
 use crate::phase::Lens;
 
 /// Blocks whose hits are looked at together, one bit in a word for each.
@@ -51,6 +51,10 @@ pub(super) trait Registers: Copy {
     fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// Products.
     fn mul(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// Quotients, rounded as IEEE 754 has it.
+    fn div(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// Square roots, rounded as IEEE 754 has it.
+    fn sqrt(self, x: Self::Floats) -> Self::Floats;
     /// x & keep ^ flip, as bits.
     fn see(self, x: Self::Floats, keep: Self::Bits, flip: Self::Bits) -> Self::Floats;
     /// Magnitudes.
@@ -84,12 +88,16 @@ pub(super) fn pass<R: Registers, const KIND: u8, const STATS: bool>(
     let (n, save) = (slices.v.len(), !slices.saved_v.is_empty());
     assert!(n <= CHUNK && slices.gradient.len() == n, "slices of one pass differ");
     assert!(KIND == PLAIN || slices.u.len() == n, "slices of one pass differ");
+    assert!(!squares(KIND) || slices.q.len() == n, "slices of one pass differ");
+    assert!(KIND != ADAM_GIVEN || slices.given.len() == n, "slices of one pass differ");
     // SAFETY: the lengths agree, and saved slices are aligned, all checked here.
     unsafe {
         if save {
             let fits = |s: &[f32]| s.len() == n && s.as_ptr().addr().is_multiple_of(4 * R::LANES);
             assert!(
-                fits(slices.saved_v) && (KIND == PLAIN || fits(slices.saved_u)),
+                fits(slices.saved_v)
+                    && (KIND == PLAIN || fits(slices.saved_u))
+                    && (!squares(KIND) || fits(slices.saved_q)),
                 "saved slices do not fit"
             );
             pass_lanes::<R, KIND, STATS, true>(registers, plan, floor, slices, found)
@@ -113,18 +121,28 @@ unsafe fn pass_lanes<R: Registers, const KIND: u8, const STATS: bool, const SAVE
     let n = slices.v.len();
     let blocks = n / BLOCK;
     let v = slices.v.as_mut_ptr();
+    let adam = plan.rule.adam();
     let mut walk = Walk {
         registers,
         gradient: slices.gradient.as_ptr(),
         u: slices.u.as_mut_ptr(),
         v,
+        q: slices.q.as_mut_ptr(),
+        given: slices.given.as_ptr(),
         saved_u: slices.saved_u.as_mut_ptr(),
         saved_v: slices.saved_v.as_mut_ptr(),
+        saved_q: slices.saved_q.as_mut_ptr(),
         keep: registers.bits(plan.lens.keep),
         flip: registers.bits(plan.lens.flip),
         scale: registers.floats(plan.scale),
         carry: registers.floats(plan.carry),
         coefficient: registers.floats(plan.rule.coefficient()),
+        enter: registers.floats(adam.enter),
+        keep_square: registers.floats(adam.keep_square),
+        enter_square: registers.floats(adam.enter_square),
+        unbias: registers.floats(adam.unbias),
+        unbias_square: registers.floats(adam.unbias_square),
+        root_floor: registers.floats(adam.floor),
         floor: registers.bits(floor.to_bits()),
         largest: registers.bits(0),
         stats: registers.no_stats(),
@@ -170,13 +188,22 @@ struct Walk<R: Registers> {
     gradient: *const f32,
     u: *mut f32,
     v: *mut f32,
+    q: *mut f32,
+    given: *const f32,
     saved_u: *mut f32,
     saved_v: *mut f32,
+    saved_q: *mut f32,
     keep: R::Bits,
     flip: R::Bits,
     scale: R::Floats,
     carry: R::Floats,
     coefficient: R::Floats,
+    enter: R::Floats,
+    keep_square: R::Floats,
+    enter_square: R::Floats,
+    unbias: R::Floats,
+    unbias_square: R::Floats,
+    root_floor: R::Floats,
     floor: R::Bits,
     largest: R::Bits,
     stats: R::Stats,
@@ -223,6 +250,31 @@ impl<R: Registers> Walk<R> {
         hits
     }
 
+    /// The next second moment, and the root of it by which the momentum is divided.
+    ///
+    /// # Safety
+    /// As for `block`, for the lanes from `at` on.
+    #[inline(always)]
+    unsafe fn root<const KIND: u8, const SAVE: bool>(&mut self, at: usize, g: R::Floats) -> R::Floats {
+        let r = self.registers;
+        // SAFETY: as promised.
+        unsafe {
+            let old = r.load(self.q.add(at));
+            if SAVE {
+                r.stream(self.saved_q.add(at), old);
+            }
+            let next = r.add(r.mul(self.keep_square, old), r.mul(self.enter_square, r.mul(g, g)));
+            r.store(self.q.add(at), next);
+            // It is never negative, so that its bits order as it does, NaN above all.
+            self.largest = r.larger(self.largest, r.to_bits(r.abs(next)));
+            let second = match KIND {
+                ADAM => r.mul(next, self.unbias_square),
+                _ => r.load(self.given.add(at)),
+            };
+            r.add(r.sqrt(second), self.root_floor)
+        }
+    }
+
     /// Runs the rule over one block. Returns 1 if it may have a candidate, or else 0.
     ///
     /// # Safety
@@ -243,13 +295,17 @@ impl<R: Registers> Walk<R> {
                     if SAVE {
                         r.stream(self.saved_u.add(at), old);
                     }
-                    let next = if KIND == MOMENTUM {
-                        r.add(r.mul(self.coefficient, old), g)
-                    } else {
-                        r.mul(self.coefficient, r.add(old, g))
+                    let next = match KIND {
+                        MOMENTUM => r.add(r.mul(self.coefficient, old), g),
+                        NESTEROV => r.mul(self.coefficient, r.add(old, g)),
+                        _ => r.add(r.mul(self.coefficient, old), r.mul(self.enter, g)),
                     };
                     r.store(self.u.add(at), next);
-                    if KIND == MOMENTUM { next } else { r.add(next, g) }
+                    match KIND {
+                        MOMENTUM => next,
+                        NESTEROV => r.add(next, g),
+                        _ => r.div(r.mul(next, self.unbias), self.root::<KIND, SAVE>(at, g)),
+                    }
                 };
                 let old = r.load(self.v.add(at));
                 if SAVE {

@@ -1,9 +1,9 @@
 //! A state as a file's description and vectors, and back: u, v and extra vectors are the tensors `u/NAME`, `v/NAME` and
-//! `extra/NAME`, everything else is text.
+//! `extra/NAME`, second moments `second/NAME` and `given/NAME`; everything else is text.
 
-use super::{Identity, LayerState, Saved};
+use super::{Identity, LayerState, Saved, SecondMoment};
 use crate::file::{About, Content};
-use redsync_core::{Memory, Momentum};
+use redsync_core::{Adam, Memory, Momentum};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -20,6 +20,19 @@ struct LayerEntry {
     /// The bits of the learning rate; older files have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     rate: Option<u32>,
+    /// What only Adam has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    adam: Option<AdamEntry>,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+struct AdamEntry {
+    /// The bits of beta2 and eps; beta1 is the coefficient of the momentum.
+    beta2: u32,
+    eps: u32,
+    steps: u64,
+    /// Whether a second moment was given.
+    has_given: bool,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -28,6 +41,7 @@ enum Form {
     None,
     Plain,
     Nesterov,
+    Adam,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -42,6 +56,16 @@ impl LayerEntry {
             Momentum::None => Form::None,
             Momentum::Plain(_) => Form::Plain,
             Momentum::Nesterov(_) => Form::Nesterov,
+            Momentum::Adam(_) => Form::Adam,
+        };
+        let adam = match (layer.momentum, &layer.second) {
+            (Momentum::Adam(Adam { beta2, eps, .. }), Some(second)) => Some(AdamEntry {
+                beta2: beta2.to_bits(),
+                eps: eps.to_bits(),
+                steps: second.steps,
+                has_given: !second.given.is_empty(),
+            }),
+            _ => None,
         };
         LayerEntry {
             name: layer.name.clone(),
@@ -50,16 +74,23 @@ impl LayerEntry {
             momentum: (form, layer.momentum.coefficient().to_bits()),
             memory: layer.memory.bits(),
             rate: layer.rate.map(f32::to_bits),
+            adam,
         }
     }
 
-    fn momentum(&self) -> Momentum {
+    fn momentum(&self) -> Result<Momentum, String> {
         let coefficient = f32::from_bits(self.momentum.1);
-        match self.momentum.0 {
-            Form::None => Momentum::None,
-            Form::Plain => Momentum::Plain(coefficient),
-            Form::Nesterov => Momentum::Nesterov(coefficient),
-        }
+        Ok(match (self.momentum.0, self.adam) {
+            (Form::None, None) => Momentum::None,
+            (Form::Plain, None) => Momentum::Plain(coefficient),
+            (Form::Nesterov, None) => Momentum::Nesterov(coefficient),
+            (Form::Adam, Some(AdamEntry { beta2, eps, .. })) => Momentum::Adam(Adam {
+                beta1: coefficient,
+                beta2: f32::from_bits(beta2),
+                eps: f32::from_bits(eps),
+            }),
+            _ => return Err(format!("layer {:?}: a second moment is Adam's, and Adam has one", self.name)),
+        })
     }
 
     fn memory(&self) -> Result<Memory, String> {
@@ -79,6 +110,12 @@ pub(super) fn tensors(saved: &Saved) -> BTreeMap<String, &[f32]> {
         tensors.insert(tensor_name("v", &layer.name), &layer.v[..]);
         if !layer.u.is_empty() {
             tensors.insert(tensor_name("u", &layer.name), &layer.u[..]);
+        }
+        if let Some(SecondMoment { own, given, .. }) = &layer.second {
+            tensors.insert(tensor_name("second", &layer.name), &own[..]);
+            if !given.is_empty() {
+                tensors.insert(tensor_name("given", &layer.name), &given[..]);
+            }
         }
     }
     tensors.extend(saved.extra.iter().map(|(name, x)| (tensor_name("extra", name), &x[..])));
@@ -124,9 +161,15 @@ pub(super) fn join(content: Content) -> Result<Saved, String> {
     let mut layer = |entry: LayerEntry| {
         let u = if entry.has_u { take("u", &entry.name, entry.size)? } else { Vec::new() };
         let v = take("v", &entry.name, entry.size)?;
-        let (momentum, memory) = (entry.momentum(), entry.memory()?);
+        let (momentum, memory) = (entry.momentum()?, entry.memory()?);
         let rate = entry.rate.map(f32::from_bits);
-        Ok(LayerState { name: entry.name, size: entry.size, momentum, u, v, memory, rate })
+        let mut second = |AdamEntry { steps, has_given, .. }: AdamEntry| {
+            let own = take("second", &entry.name, entry.size)?;
+            let given = if has_given { take("given", &entry.name, entry.size)? } else { Vec::new() };
+            Ok::<_, String>(SecondMoment { own, given, steps })
+        };
+        let second = entry.adam.map(&mut second).transpose()?;
+        Ok(LayerState { name: entry.name, size: entry.size, momentum, u, v, memory, rate, second })
     };
     let layers = layers.into_iter().map(&mut layer).collect::<Result<_, String>>()?;
     let mut vector = |entry: ExtraEntry| Ok((take("extra", &entry.name, entry.size)?, entry.name));

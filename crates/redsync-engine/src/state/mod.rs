@@ -9,7 +9,7 @@ mod reshare;
 mod tests;
 
 use crate::file::{self, FileError};
-use redsync_core::{Memory, Momentum, Unfit};
+use redsync_core::{Memory, Momentum, Second, Unfit};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
@@ -53,6 +53,32 @@ pub struct LayerState {
     pub memory: Memory,
     /// The learning rate in whose units v is, if it was told.
     pub rate: Option<f32>,
+    /// The second moment of Adam.
+    pub second: Option<SecondMoment>,
+}
+
+/// The second moment of a layer; see [`Second`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct SecondMoment {
+    /// That of this rank's gradients.
+    pub own: Vec<f32>,
+    /// The one that was given, the same on every rank; empty if none was.
+    pub given: Vec<f32>,
+    /// Steps of the layer.
+    pub steps: u64,
+}
+
+impl From<Second<'_>> for SecondMoment {
+    fn from(Second { own, given, steps }: Second<'_>) -> Self {
+        SecondMoment { own: own.to_vec(), given: given.to_vec(), steps }
+    }
+}
+
+impl SecondMoment {
+    /// As a layer takes it.
+    pub fn as_second(&self) -> Second<'_> {
+        Second { own: &self.own, given: &self.given, steps: self.steps }
+    }
 }
 
 /// The state of one rank after a step.
@@ -255,9 +281,17 @@ impl LayerState {
         if v != size || (u != 0 && u != size) {
             return Err(format!("it has {size} elements, but u has {u} and v has {v}"));
         }
-        let coefficient = self.momentum.coefficient();
-        if !(0.0..1.0).contains(&coefficient) {
-            return Err(Unfit::Coefficient(coefficient).to_string());
+        self.momentum.check().map_err(|number| Unfit::Coefficient(number).to_string())?;
+        if self.second.is_some() != matches!(self.momentum, Momentum::Adam(_)) {
+            return Err("a second moment is Adam's, and Adam has one".into());
+        }
+        if let Some(SecondMoment { own, given, .. }) = &self.second {
+            let (own, given) = (own.len(), given.len());
+            if u != size || own != size || (given != 0 && given != size) {
+                return Err(format!(
+                    "it has {size} elements, but u has {u} and its second moment {own} and {given}"
+                ));
+            }
         }
         if let Some(rate) = self.rate.filter(|rate| !(*rate > 0.0 && rate.is_finite())) {
             return Err(Unfit::Rate(rate).to_string());
@@ -268,20 +302,33 @@ impl LayerState {
         self.check_finite().map_err(|why| why.to_string())
     }
 
-    /// Whether all of u and v are numbers.
+    /// Whether all of u, v and the second moment are numbers.
     pub fn check_finite(&self) -> Result<(), Unfit> {
         check_finite("u", &self.u)?;
-        check_finite("v", &self.v)
+        check_finite("v", &self.v)?;
+        let Some(SecondMoment { own, given, .. }) = &self.second else { return Ok(()) };
+        check_squares("the second moment", own)?;
+        check_squares("the given second moment", given)
     }
 
     /// What is equal on all ranks, in words.
     fn shape(&self) -> String {
-        format!("{:?} ({} elements, u {}, v {})", self.name, self.size, self.u.len(), self.v.len())
+        let second = self.second.as_ref().map_or(0, |second| second.own.len());
+        let squares = if second > 0 { format!(", second moment {second}") } else { String::new() };
+        format!("{:?} ({} elements, u {}, v {}{squares})", self.name, self.size, self.u.len(), self.v.len())
     }
 }
 
 fn check_finite(what: &'static str, values: &[f32]) -> Result<(), Unfit> {
     match values.iter().position(|x| !x.is_finite()) {
+        None => Ok(()),
+        Some(index) => Err(Unfit::NotFinite { what, index, value: values[index] }),
+    }
+}
+
+fn check_squares(what: &'static str, values: &[f32]) -> Result<(), Unfit> {
+    check_finite(what, values)?;
+    match values.iter().position(|x| *x < 0.0) {
         None => Ok(()),
         Some(index) => Err(Unfit::NotFinite { what, index, value: values[index] }),
     }

@@ -7,9 +7,9 @@ impl Saved {
     /// What rank `rank` of `ranks` continues with, from the states of all old ranks, in any order.
     ///
     /// The sums over the ranks of u and of v stay what they were: the new rank takes the sum of the old ranks `rank`,
-    /// `rank + ranks`, and so on, with the memory of the first of them; a rank beyond the old number starts from zero.
-    /// With the old number of ranks u, v and memory are those of the old rank, to the bit. `extra` is that of the old
-    /// rank 0, as replicas are identical.
+    /// `rank + ranks`, and so on, with the memory of the first of them; a rank beyond the old number starts from zero. Its second
+    /// moments are the means of those that it takes; beyond the old number, those of an old rank. With the old number of ranks
+    /// everything is that of the old rank, to the bit. `extra` is that of the old rank 0, as replicas are identical.
     pub fn reshare(mut saved: Vec<Saved>, rank: usize, ranks: usize) -> Result<Saved, StateError> {
         if rank >= ranks {
             return Err(StateError::NoRank { rank, ranks });
@@ -25,7 +25,13 @@ impl Saved {
         if beyond {
             new.layers.iter_mut().for_each(clear);
         } else {
-            taken.for_each(|other| add(&mut new, &other));
+            let mut count = 1.0;
+            for other in taken {
+                add(&mut new, &other);
+                count += 1.0;
+            }
+            let squares = new.layers.iter_mut().filter_map(|layer| layer.second.as_mut());
+            squares.flat_map(|second| &mut second.own).for_each(|x| *x /= count);
         }
         let new = Saved { rank, ranks, extra, ..new };
         new.check().map_err(|why| StateError::Sum { rank, why })?;
@@ -40,6 +46,10 @@ fn add(to: &mut Saved, other: &Saved) {
         layer.u.iter_mut().zip(&more.u).for_each(|(sum, u)| *sum += u);
         let factor = layer.rate.zip(more.rate).map_or(1.0, |(ours, theirs)| theirs / ours);
         layer.v.iter_mut().zip(&more.v).for_each(|(sum, v)| *sum += factor * v);
+        if let (Some(second), Some(more)) = (&mut layer.second, &more.second) {
+            second.own.iter_mut().zip(&more.own).for_each(|(sum, x)| *sum += x);
+            second.steps = second.steps.max(more.steps);
+        }
     }
 }
 

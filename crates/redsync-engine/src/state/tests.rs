@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use redsync_core::Remembered;
+use redsync_core::{Adam, Remembered};
 use std::fs;
 
 const MIN_SUBNORMAL: f32 = f32::from_bits(1);
@@ -28,6 +28,7 @@ fn state(rank: usize, ranks: usize) -> Saved {
             v: vec![r * r, -r, 3.0, 0.0],
             memory: memory(7 * rank as u32),
             rate: Some(0.5 / (1 << rank) as f32),
+            second: None,
         },
         LayerState {
             name: "a".into(),
@@ -37,6 +38,7 @@ fn state(rank: usize, ranks: usize) -> Saved {
             v: vec![r - 5.0, 2.0 * r, 1.0],
             memory: Memory::default(),
             rate: None,
+            second: None,
         },
     ];
     let extra = vec![("w".into(), vec![0.5, -0.25]), ("b".into(), vec![])];
@@ -292,4 +294,61 @@ fn a_sum_that_overflows_is_refused() {
         matches!(&error, StateError::Sum { rank: 0, why } if why.contains("u is inf at element 1")),
         "{error}"
     );
+}
+
+/// A layer of Adam.
+fn adam(rank: usize, ranks: usize) -> Saved {
+    let mut saved = state(rank, ranks);
+    let r = rank as f32;
+    saved.layers[0].momentum = Momentum::Adam(Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 });
+    let own = vec![1.0 + r, 0.0, 4.0, MIN_SUBNORMAL];
+    saved.layers[0].second = Some(SecondMoment { own, given: vec![0.5; 4], steps: 7 + rank as u64 });
+    saved
+}
+
+#[test]
+fn second_moments_come_back_to_the_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    let mut saved = adam(1, 2);
+    saved.write(&path).unwrap();
+    assert_eq!(Saved::read(&path).unwrap(), saved);
+    if let Some(second) = &mut saved.layers[0].second {
+        second.given.clear();
+    }
+    saved.write(&path).unwrap();
+    assert_eq!(Saved::read(&path).unwrap(), saved);
+    assert_ne!(saved.checksum(), adam(1, 2).checksum());
+}
+
+#[test]
+fn second_moments_of_other_numbers_of_ranks_are_means() {
+    let second = |saved: Saved| saved.layers[0].second.clone().unwrap();
+    let all = || vec![adam(0, 2), adam(1, 2)];
+    assert_eq!(second(Saved::reshare(all(), 1, 2).unwrap()), second(adam(1, 2)));
+    let joined = Saved::reshare(all(), 0, 1).unwrap();
+    assert_eq!(joined.layers[0].u, [3.0, -4.0, 0.0, 8.0], "momenta are added");
+    assert_eq!(
+        second(joined),
+        SecondMoment { own: vec![1.5, 0.0, 4.0, MIN_SUBNORMAL], given: vec![0.5; 4], steps: 8 }
+    );
+    let beyond = Saved::reshare(all(), 2, 3).unwrap();
+    assert_eq!((second(beyond.clone()), beyond.layers[0].u[0]), (second(adam(0, 2)), 0.0));
+}
+
+#[test]
+fn second_moments_that_make_no_sense_are_refused() {
+    let changes: [(fn(&mut LayerState), &str); 5] = [
+        (|l| l.second = None, "a second moment is Adam's, and Adam has one"),
+        (|l| l.momentum = Momentum::Plain(0.9), "a second moment is Adam's, and Adam has one"),
+        (|l| l.second.as_mut().unwrap().own[1] = -1.0, "the second moment is -1 at element 1"),
+        (|l| l.second.as_mut().unwrap().given.truncate(3), "its second moment 4 and 3"),
+        (|l| l.momentum = Momentum::Adam(Adam { eps: 0.0, ..Adam::default() }), "0 is not"),
+    ];
+    for (change, says) in changes {
+        let mut saved = adam(0, 1);
+        change(&mut saved.layers[0]);
+        let refused = saved.check().unwrap_err();
+        assert!(refused.contains(says), "{refused}");
+    }
 }
