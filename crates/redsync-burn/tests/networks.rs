@@ -36,7 +36,7 @@ fn loss(net: &Net, weights: &Weights, on_gradient: OnGradient) -> Tensor<1> {
         Net::Words(net) => {
             let words: Vec<u32> = (0..12u32).map(|i| i * 7 % 11).collect();
             let next: Vec<u32> = (0..12u32).map(|i| (i * 7 + 3) % 11).collect();
-            cross_entropy(net.run(&mut pass, &words, &mut net.blank(3)), &next).0
+            cross_entropy(net.run(&mut pass, &words, 3, &mut net.blank(3)), &next).0
         }
     }
 }
@@ -98,6 +98,12 @@ fn gradients_of_a_language_model_are_those_of_the_loss() {
 }
 
 #[test]
+fn gradients_of_a_transformer_are_those_of_the_loss() {
+    let gpt = redsync_burn::net::Gpt { width: 8, layers: 2, heads: 2, context: 5, begin: 0.5 };
+    check_by_differences(&Net::Words(gpt.build(11)), 1e-2, 0.01);
+}
+
+#[test]
 fn hooked_and_plain_gradients_are_the_same_bits() {
     let device = Device::flex().autodiff();
     let filter =
@@ -143,6 +149,7 @@ fn parameters_are_those_that_the_engine_knows_by_the_same_name() {
         let input = match known {
             "lstm-ptb" => Input::Words { vocabulary: 10_000 },
             "lstm-wiki2" => Input::Words { vocabulary: 33_278 },
+            "gpt-tiny" | "gpt-small" => Input::Words { vocabulary: 256 },
             "vgg16-cifar" | "resnet44" => Input::Images { shape: [3, 32, 32], classes: 10 },
             _ => Input::Images { shape: [3, 224, 224], classes: 1000 },
         };
@@ -163,7 +170,7 @@ fn sizes_are_as_promised() {
     assert!((2_700_000..3_300_000).contains(&count("vgg-small", [3, 32, 32], 10)));
     assert!((2_700_000..3_300_000).contains(&count("vgg-small", [1, 28, 28], 10)));
     assert_eq!(count("resnet20", [3, 32, 32], 10), 269_722);
-    assert_eq!(NAMES.len(), 11);
+    assert_eq!(NAMES.len(), 13);
 }
 
 #[test]

@@ -64,6 +64,18 @@ fn compressed_training_learns_digits() {
 }
 
 #[test]
+fn compressed_adamw_learns_digits_and_one_worker_with_density_one_is_dense_adamw() {
+    let adamw = digits().for_adamw();
+    let ended = run(&Settings { epochs: 8, density: 0.01, ..adamw.clone() }, 4);
+    assert!(ended.summary.end.metric > 0.93, "accuracy {}", ended.summary.end.metric);
+    let dense = Settings { method: Method::Sgd, ..adamw.clone() };
+    let all = Settings { method: Method::Rgc, density: 1.0, warm_up: WarmUp::None, ..adamw };
+    for (a, b) in run(&dense, 1).summary.epochs.iter().zip(&run(&all, 1).summary.epochs) {
+        assert!((a.loss - b.loss).abs() < 1e-2 * a.loss.max(0.1), "{} and {}", a.loss, b.loss);
+    }
+}
+
+#[test]
 fn one_worker_and_four_with_density_one_follow_the_same_loss_curve() {
     let one = Settings { method: Method::Sgd, batch_size: 64, ..digits() };
     let four = Settings {
@@ -113,13 +125,23 @@ fn with_checkpoint(dir: &Path) -> Settings {
 
 #[test]
 fn a_training_stopped_anywhere_resumes_to_the_same_bits() {
-    let plain = run(&Settings { checkpoint_dir: None, ..with_checkpoint(Path::new("unused")) }, 3).summary;
     // In the dense warm-up, in the compressed part, at the very end of an epoch.
-    for stop in [5, 37, 62] {
+    resumes_to_the_same_bits(with_checkpoint, &[5, 37, 62]);
+}
+
+#[test]
+fn a_training_with_adamw_resumes_to_the_same_bits() {
+    let adamw = |dir: &Path| Settings { beta2: 0.97, ..with_checkpoint(dir).for_adamw() };
+    resumes_to_the_same_bits(adamw, &[5, 37]);
+}
+
+fn resumes_to_the_same_bits(settings: impl Fn(&Path) -> Settings, stops: &[u64]) {
+    let plain = run(&Settings { checkpoint_dir: None, ..settings(Path::new("unused")) }, 3).summary;
+    for &stop in stops {
         let dir = tempfile::tempdir().expect("a directory");
-        let stopped = run(&Settings { stop_after: Some(stop), ..with_checkpoint(dir.path()) }, 3);
+        let stopped = run(&Settings { stop_after: Some(stop), ..settings(dir.path()) }, 3);
         assert_eq!(stopped.interrupted.map(|(step, _)| step), Some(stop));
-        let resumed = run(&Settings { resume: true, ..with_checkpoint(dir.path()) }, 3).summary;
+        let resumed = run(&Settings { resume: true, ..settings(dir.path()) }, 3).summary;
         assert_eq!(resumed.replica_hash, plain.replica_hash, "stopped after {stop}");
         assert_eq!(resumed.bytes_sent, plain.bytes_sent, "stopped after {stop}");
         let losses = |summary: &redsync_burn::train::Summary| {

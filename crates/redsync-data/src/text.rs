@@ -30,6 +30,38 @@ pub struct TextSet {
     pub words: Vec<String>,
 }
 
+impl TextSet {
+    /// The same text as bytes, 256 different ones: words with blanks between them, and line ends.
+    ///
+    /// ```
+    /// use redsync_data::TextSet;
+    /// let words = ["a", "bc", "<eos>"].map(String::from).to_vec();
+    /// let text = TextSet { name: "example".into(), vocabulary: 3, train: vec![1, 0, 2, 0], valid: vec![0], test: vec![], words };
+    /// let bytes = text.into_bytes();
+    /// assert_eq!(bytes.train, b"bc a\na ".map(u32::from));
+    /// assert_eq!((bytes.vocabulary, bytes.words.len()), (256, 256));
+    /// ```
+    pub fn into_bytes(self) -> Self {
+        let TextSet { name, train, valid, test, words, .. } = self;
+        let bytes = |text: Vec<u32>| {
+            let mut bytes: Vec<u32> = Vec::new();
+            for word in text.into_iter().map(|number| &words[number as usize][..]) {
+                if word == END {
+                    // The blank behind the last word of a line gives way to the end of the line.
+                    bytes.pop_if(|last| *last == u32::from(b' '));
+                    bytes.push(u32::from(b'\n'));
+                } else {
+                    bytes.extend(word.bytes().chain([b' ']).map(u32::from));
+                }
+            }
+            bytes
+        };
+        let (train, valid, test) = (bytes(train), bytes(valid), bytes(test));
+        let words = (0..=u8::MAX).map(|byte| byte.escape_ascii().to_string()).collect();
+        TextSet { name, vocabulary: 256, train, valid, test, words }
+    }
+}
+
 /// Loads the three files: training, validation, test.
 pub(crate) fn load(name: &str, files: &[PathBuf]) -> Result<TextSet, DataError> {
     let [train, valid, test] = files else { unreachable!("the catalogue has three files for each text") };

@@ -3,6 +3,7 @@
 use super::Net;
 use super::classifier::{Classifier, SmallResNet, Vgg, alexnet, resnet50};
 use super::language::{Language, Lstm};
+use super::transformer::Gpt;
 
 /// What a network is to be fed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,10 +35,12 @@ pub enum Architecture {
     AlexNet,
     /// See [`Lstm`].
     Lstm(Lstm),
+    /// See [`Gpt`].
+    Gpt(Gpt),
 }
 
 /// The names of all networks.
-pub const NAMES: [&str; 11] = [
+pub const NAMES: [&str; 13] = [
     "digits-cnn",
     "vgg-small",
     "vgg16-cifar",
@@ -49,6 +52,8 @@ pub const NAMES: [&str; 11] = [
     "lstm-small",
     "lstm-ptb",
     "lstm-wiki2",
+    "gpt-tiny",
+    "gpt-small",
 ];
 
 /// The name asked for is none of [`NAMES`], or the network cannot take the data.
@@ -110,6 +115,12 @@ impl Architecture {
             "lstm-ptb" | "lstm-wiki2" => {
                 Architecture::Lstm(Lstm { units: 1500, layers: 2, dropout: 0.65, begin: 0.05 })
             }
+            "gpt-tiny" => {
+                Architecture::Gpt(Gpt { width: 128, layers: 5, heads: 4, context: 128, begin: 0.02 })
+            }
+            "gpt-small" => {
+                Architecture::Gpt(Gpt { width: 384, layers: 6, heads: 6, context: 256, begin: 0.02 })
+            }
             _ => return Err(UnknownModel::Name { name: name.into() }),
         })
     }
@@ -122,10 +133,16 @@ impl Architecture {
         }
     }
 
+    /// Whether its words are the bytes of a text.
+    pub fn takes_bytes(&self) -> bool {
+        matches!(self, Architecture::Gpt(_))
+    }
+
     /// The network for words, if it is one.
     pub fn language(&self, name: &str, vocabulary: usize) -> Result<Language, UnknownModel> {
         match self {
             Architecture::Lstm(lstm) => Ok(lstm.build(vocabulary)),
+            Architecture::Gpt(gpt) => Ok(gpt.build(vocabulary)),
             _ => Err(UnknownModel::Data { model: name.into(), takes: "images", data: "words" }),
         }
     }
@@ -147,7 +164,7 @@ impl Architecture {
             Architecture::SmallResNet(resnet) => Ok(resnet.build(shape, classes)),
             Architecture::ResNet50 => Ok(resnet50(shape, classes)),
             Architecture::AlexNet => Ok(alexnet(shape, classes)),
-            Architecture::Lstm(_) => {
+            Architecture::Lstm(_) | Architecture::Gpt(_) => {
                 Err(UnknownModel::Data { model: name.into(), takes: "words", data: "images" })
             }
         }
@@ -160,7 +177,7 @@ impl Architecture {
             Architecture::SmallResNet(_) => 8,
             Architecture::ResNet50 => 32,
             Architecture::AlexNet => 63,
-            Architecture::Lstm(_) => 0,
+            Architecture::Lstm(_) | Architecture::Gpt(_) => 0,
         }
     }
 }

@@ -1,7 +1,9 @@
-//! Language models: words in, scores of the next word out, by layers of LSTM between an embedding and its transpose.
-//! What must hold: the state goes from one window of the text to the next, its gradients do not.
+//! Language models: words in, scores of the next word out, by layers of LSTM between an embedding and its transpose, or by a
+//! transformer.
+//! What must hold: the state of an LSTM goes from one window of the text to the next, its gradients do not.
 
 use super::Pass;
+use super::transformer::Gpt;
 use super::weights::{Init, Spec};
 use crate::ops::decode::{decode, embed};
 use crate::ops::lstm::{Parameters, lstm};
@@ -30,7 +32,20 @@ pub struct Language {
     /// The number of different words.
     pub vocabulary: usize,
     specs: Vec<Spec>,
-    shape: Lstm,
+    shape: Shape,
+}
+
+#[derive(Clone, Debug)]
+enum Shape {
+    Lstm(Lstm),
+    Gpt(Gpt),
+}
+
+impl Gpt {
+    /// The network for a vocabulary.
+    pub fn build(&self, vocabulary: usize) -> Language {
+        Language { vocabulary, specs: self.specs(vocabulary), shape: Shape::Gpt(self.clone()) }
+    }
 }
 
 impl Lstm {
@@ -48,7 +63,7 @@ impl Lstm {
             ]);
         }
         specs.push(Spec::new("decoder.bias", &[vocabulary], Kind::BiasOrNorm, Init::Constant(0.0)));
-        Language { vocabulary, specs, shape: self.clone() }
+        Language { vocabulary, specs, shape: Shape::Lstm(self.clone()) }
     }
 }
 
@@ -58,16 +73,37 @@ impl Language {
         &self.specs
     }
 
-    /// The state before the first word.
+    /// The longest window that it can take, if there is one.
+    pub fn longest_window(&self) -> Option<usize> {
+        match &self.shape {
+            Shape::Lstm(_) => None,
+            Shape::Gpt(gpt) => Some(gpt.context),
+        }
+    }
+
+    /// The state before the first word; a transformer has none.
     pub fn blank(&self, batch: usize) -> State {
-        let zeros = || vec![0.0; batch * self.shape.units];
-        (0..self.shape.layers).map(|_| (zeros(), zeros())).collect()
+        match &self.shape {
+            Shape::Lstm(lstm) => {
+                let zeros = || vec![0.0; batch * lstm.units];
+                (0..lstm.layers).map(|_| (zeros(), zeros())).collect()
+            }
+            Shape::Gpt(_) => State::new(),
+        }
     }
 
     /// The scores of the word behind each of these, `[words, vocabulary]`; the words stand time by time, `[time, batch]`.
-    pub fn run(&self, pass: &mut Pass, words: &[u32], state: &mut State) -> Tensor<2> {
-        let (units, layers, rate) = (self.shape.units, self.shape.layers, self.shape.dropout);
-        let batch = state[0].0.len() / units;
+    pub fn run(&self, pass: &mut Pass, words: &[u32], batch: usize, state: &mut State) -> Tensor<2> {
+        match &self.shape {
+            Shape::Lstm(lstm) => lstm.run(pass, words, batch, state),
+            Shape::Gpt(gpt) => gpt.run(pass, words, batch, self.vocabulary),
+        }
+    }
+}
+
+impl Lstm {
+    fn run(&self, pass: &mut Pass, words: &[u32], batch: usize, state: &mut State) -> Tensor<2> {
+        let Lstm { units, layers, dropout: rate, .. } = *self;
         // The embedding has no input on the tape; any tensor without a history has the same depth.
         let encoder: Tensor<2> =
             pass.weight(0, &crate::flex::untracked::<1>(crate::flex::tensor(vec![0.0], &[1])));

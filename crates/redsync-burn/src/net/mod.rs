@@ -5,12 +5,14 @@ mod blocks;
 mod classifier;
 mod config;
 mod language;
+mod transformer;
 mod weights;
 
 pub use blocks::{Feature, Head};
 pub use classifier::{Classifier, SmallResNet, Vgg};
 pub use config::{Architecture, Input, NAMES, UnknownModel};
 pub use language::{Language, Lstm, State};
+pub use transformer::Gpt;
 pub use weights::{Init, Spec, Weights};
 
 use crate::flex::{Taped, Tracked, tensor, untracked};

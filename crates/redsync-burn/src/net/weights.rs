@@ -13,6 +13,8 @@ use redsync_engine::{Kind, Layer};
 pub enum Init {
     /// Normal with the variance 2 / fan-in, for layers before a ReLU.
     He(usize),
+    /// Normal with this deviation.
+    Normal(f32),
     /// Uniform between minus and plus this.
     Uniform(f32),
     /// All the same.
@@ -39,12 +41,14 @@ impl Spec {
     fn begin(&self, seed: u64) -> Vec<f32> {
         let mut random = Xoshiro256PlusPlus::seed_from_u64(seed);
         let size = self.layer.size;
+        let mut normal = |deviation: f32| -> Vec<f32> {
+            let normal = Normal::new(0.0, deviation).expect("a finite deviation");
+            (0..size).map(|_| normal.sample(&mut random)).collect()
+        };
         match self.init {
             Init::Constant(value) => vec![value; size],
-            Init::He(fan_in) => {
-                let normal = Normal::new(0.0, (2.0 / fan_in as f32).sqrt()).expect("a finite deviation");
-                (0..size).map(|_| normal.sample(&mut random)).collect()
-            }
+            Init::He(fan_in) => normal((2.0 / fan_in as f32).sqrt()),
+            Init::Normal(deviation) => normal(deviation),
             Init::Uniform(limit) => {
                 let uniform = Uniform::new_inclusive(-limit, limit).expect("a finite limit");
                 (0..size).map(|_| uniform.sample(&mut random)).collect()

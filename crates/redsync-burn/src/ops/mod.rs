@@ -2,9 +2,11 @@
 //! Each is one node: tensors go in, a tensor comes out, and the gradients leave contiguous, in the layout of what they belong to.
 
 mod activation;
+pub mod attention;
 pub mod conv;
 pub mod decode;
 pub mod gemm;
 pub mod loss;
 pub mod lstm;
+pub mod norm;
 mod panel;

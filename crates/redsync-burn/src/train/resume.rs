@@ -65,6 +65,7 @@ pub(super) fn identity(settings: &Settings, ranks: usize) -> Identity {
         ("epochs", s.epochs.to_string()),
         ("optimizer", s.optimizer.name().into()),
         ("momentum", s.momentum.to_string()),
+        ("beta2", s.beta2.to_string()),
         ("lr", s.lr.to_string()),
         ("schedule", s.schedule.name().into()),
         ("lr-warm-up-epochs", s.lr_warm_up_epochs.to_string()),
@@ -117,9 +118,11 @@ impl<T: Task> Trainer<'_, T> {
         let mut tensors = Vec::new();
         for (number, layer) in self.sync.layers().iter().enumerate() {
             tensors.push((layer.name.clone(), self.weights.values(number)));
-            let momentum = &self.descent.buffers[number][..];
-            if !momentum.is_empty() {
-                tensors.push((format!("momentum/{}", layer.name), momentum));
+            let kept = [("momentum", &self.descent.buffers), ("second-moment", &self.descent.squares)];
+            for (kind, buffers) in kept {
+                if !buffers[number].is_empty() {
+                    tensors.push((format!("{kind}/{}", layer.name), &buffers[number][..]));
+                }
             }
         }
         let (factor, best) = self.pace.plateau;
@@ -162,11 +165,13 @@ impl<T: Task> Trainer<'_, T> {
     pub(super) fn resume(&mut self, kept: Kept) -> Result<(), TrainError> {
         let Kept { place, mut model } = kept;
         let mut weights = Vec::new();
-        let mut momentum = Vec::new();
+        let (mut momentum, mut squares) = (Vec::new(), Vec::new());
         for layer in self.sync.layers() {
             weights.push(model.take(&layer.name, layer.size)?);
-            let name = format!("momentum/{}", layer.name);
-            momentum.push(if model.has(&name) { model.take(&name, layer.size)? } else { Vec::new() });
+            for (kind, buffers) in [("momentum", &mut momentum), ("second-moment", &mut squares)] {
+                let name = format!("{kind}/{}", layer.name);
+                buffers.push(if model.has(&name) { model.take(&name, layer.size)? } else { Vec::new() });
+            }
         }
         model.check_empty()?;
         let damaged = |what: &str| model.wrong(format!("is damaged: its {what} cannot be read"));
@@ -181,7 +186,7 @@ impl<T: Task> Trainer<'_, T> {
         for (number, values) in weights.into_iter().enumerate() {
             self.weights.values_mut(number).copy_from_slice(&values);
         }
-        self.descent.buffers = momentum;
+        (self.descent.buffers, self.descent.squares) = (momentum, squares);
         let step: u64 = model.number("step")?;
         match self.sync.check_replicas(&self.weights.all())? == hash && step == self.sync.step() {
             true => Ok(()),

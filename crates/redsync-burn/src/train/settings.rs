@@ -1,6 +1,7 @@
 //! Everything a training can choose, with good values for every model.
 
 use super::{Optimizer, Schedule, TrainError};
+use crate::net::Architecture;
 use redsync_data::{DataSet, Places};
 use redsync_engine::{Config, Figures, Method, Preset, Rest};
 use std::path::PathBuf;
@@ -93,6 +94,8 @@ pub struct Settings {
     pub bptt: usize,
     pub optimizer: Optimizer,
     pub momentum: f32,
+    /// Of the second moment of AdamW.
+    pub beta2: f32,
     pub lr: f64,
     pub schedule: Schedule,
     pub lr_warm_up_epochs: f64,
@@ -122,6 +125,26 @@ impl Settings {
     /// assert_eq!(Settings::for_model("lstm-small").data, "ptb");
     /// ```
     pub fn for_model(model: &str) -> Self {
+        if let Some((batch_size, bptt, epochs)) = match model {
+            "gpt-tiny" => Some((4, 64, 1)),
+            "gpt-small" => Some((2, 128, 1)),
+            _ => None,
+        } {
+            let usual = Settings::for_model("").for_adamw();
+            let (model, data, clip) = (model.into(), "wikitext-2".into(), Some(1.0));
+            let warm_up = WarmUp::usual(Preset::Carried, epochs);
+            return Settings {
+                model,
+                data,
+                batch_size,
+                bptt,
+                epochs,
+                clip,
+                warm_up,
+                lr_warm_up_epochs: 0.1,
+                ..usual
+            };
+        }
         let words = model.starts_with("lstm");
         let (data, epochs, batch_size, lr) = match model {
             "vgg-small" => ("cifar10", 10, 32, 0.1),
@@ -153,6 +176,7 @@ impl Settings {
             bptt: 35,
             optimizer: if words { Optimizer::Sgd } else { Optimizer::Nesterov },
             momentum: 0.9,
+            beta2: 0.95,
             lr,
             schedule: if words { Schedule::Plateau } else { Schedule::Cosine },
             lr_warm_up_epochs: if words { 0.0 } else { 1.0 },
@@ -173,6 +197,11 @@ impl Settings {
         }
     }
 
+    /// The rate and the decay that suit AdamW, which takes steps of about one rate for every weight, whatever the model.
+    pub fn for_adamw(self) -> Self {
+        Settings { optimizer: Optimizer::AdamW, lr: 1e-3, weight_decay: 0.1, ..self }
+    }
+
     /// What the synchronizer is told.
     pub(super) fn config(&self, steps_per_epoch: u64) -> Config {
         Config {
@@ -183,7 +212,7 @@ impl Settings {
             density: self.density,
             at_least: self.at_least,
             warm_up: self.warm_up.in_steps(steps_per_epoch),
-            momentum: self.optimizer.momentum(self.momentum),
+            momentum: self.optimizer.momentum(self.momentum, self.beta2),
             masking: self.masking,
             bf16: self.bf16,
             clip: self.clip,
@@ -207,6 +236,9 @@ impl Settings {
         }
         if !(0.0..1.0).contains(&self.momentum) {
             return refuse(format!("momentum is {}, and must lie in 0 .. 1", self.momentum));
+        }
+        if !(0.0..1.0).contains(&self.beta2) {
+            return refuse(format!("beta2 is {}, and must lie in 0 .. 1", self.beta2));
         }
         if !(0.0..1.0).contains(&self.weight_decay) {
             return refuse(format!("weight-decay is {}, and must lie in 0 .. 1", self.weight_decay));
@@ -239,6 +271,12 @@ impl Settings {
     /// Opens the data, cut to the limits. The function hears how much of a download is done.
     pub fn open(&self, places: &Places, progress: &dyn Fn(u64, Option<u64>)) -> Result<DataSet, TrainError> {
         let mut data = redsync_data::open_with_progress(&self.data, places, progress)?;
+        if Architecture::named(&self.model).is_ok_and(|network| network.takes_bytes()) {
+            data = match data {
+                DataSet::Text(text) => DataSet::Text(text.into_bytes()),
+                images => images,
+            };
+        }
         match &mut data {
             DataSet::Images(images) => images.limit(self.train_limit, self.test_limit),
             DataSet::Text(text) => {

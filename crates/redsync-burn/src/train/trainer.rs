@@ -154,7 +154,7 @@ impl<'a, T: Task> Trainer<'a, T> {
         let (specs, per_epoch) = (task.specs(), task.steps_per_epoch());
         let layers: Vec<Layer> = specs.iter().map(|spec| spec.layer.clone()).collect();
         let sync = Synchronizer::new(layers, config(settings, per_epoch, &comm, kept)?, comm.clone())?;
-        let momentum = settings.optimizer.momentum(settings.momentum);
+        let momentum = settings.optimizer.momentum(settings.momentum, settings.beta2);
         let lr_warm_up = (settings.lr_warm_up_epochs * per_epoch as f64).round() as u64;
         let steps = per_epoch * u64::from(settings.epochs);
         Ok(Trainer {

@@ -33,6 +33,12 @@ impl<'a> Words<'a> {
         seat: Seat,
     ) -> Result<Self, TrainError> {
         let Settings { batch_size: batch, bptt, .. } = *settings;
+        if let Some(most) = net.longest_window().filter(|most| bptt > *most) {
+            return Err(TrainError::Setting(format!(
+                "bptt is {bptt}, and {} takes {most} at most",
+                settings.model
+            )));
+        }
         let streams = |text: &'a [u32], batch| Streams::new(text, seat.ranks, batch, bptt);
         Ok(Words {
             streams: streams(&text.train, batch)?,
@@ -73,7 +79,7 @@ impl Task for Words<'_> {
             self.state = self.net.blank(self.batch);
         }
         let (words, next) = self.streams.window(at, self.seat.rank);
-        cross_entropy(self.net.run(pass, &words, &mut self.state), &next).0
+        cross_entropy(self.net.run(pass, &words, self.batch, &mut self.state), &next).0
     }
 
     fn judge(&self, pass: &mut Pass, last: bool) -> Score {
@@ -81,7 +87,7 @@ impl Task for Words<'_> {
         let (mut state, mut score) = (self.net.blank(JUDGE_STREAMS), Score::default());
         for at in 0..streams.steps_per_epoch() {
             let (words, next) = streams.window(at, self.seat.rank);
-            let (mean, right) = cross_entropy(self.net.run(pass, &words, &mut state), &next);
+            let (mean, right) = cross_entropy(self.net.run(pass, &words, JUDGE_STREAMS, &mut state), &next);
             score.add(values(&untape(mean))[0], right, next.len());
         }
         score

@@ -84,6 +84,9 @@ impl Job {
                 "momentum has no use with the optimizer sgd: give --optimizer momentum or nesterov".into(),
             ));
         }
+        if options.beta2.is_some() && settings.optimizer != Optimizer::AdamW {
+            return Err(usage("beta2 is adamw's: give --optimizer adamw".into()));
+        }
         let decided =
             [(options.dense_below.is_some(), "--dense-below"), (options.paper == Some(true), "--paper")];
         if let Some((_, other)) = decided.iter().find(|(given, _)| settings.auto && *given) {

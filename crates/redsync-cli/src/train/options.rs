@@ -99,13 +99,16 @@ pub struct Options {
     /// Words through which gradients go back [default: 35]
     #[arg(long, help_heading = "Training", value_name = "N")]
     pub bptt: Option<usize>,
-    /// sgd, momentum or nesterov [default: nesterov, sgd for LSTMs]
+    /// sgd, momentum, nesterov or adamw [default: nesterov, sgd for LSTMs]
     #[arg(long, help_heading = "Training")]
     pub optimizer: Option<String>,
     /// Coefficient of the momentum [default: 0.9]
     #[arg(long, help_heading = "Training")]
     pub momentum: Option<f32>,
-    /// Learning rate [default: by model]
+    /// Coefficient of adamw's second moment [default: 0.95]
+    #[arg(long, help_heading = "Training")]
+    pub beta2: Option<f32>,
+    /// Learning rate [default: by model; 0.001 with adamw]
     #[arg(long, help_heading = "Training")]
     pub lr: Option<f64>,
     /// Its course: constant, step (a tenth at 1/2, at 3/4), cosine or plateau (a quarter when validation gets no better)
@@ -115,7 +118,7 @@ pub struct Options {
     /// Epochs in which it grows to its value [default: 1, 0 for LSTMs]
     #[arg(long, help_heading = "Training", value_name = "EPOCHS")]
     pub lr_warm_up_epochs: Option<f64>,
-    /// Weight decay, of all but biases and norms [default: 0.0005, 0 for LSTMs]
+    /// Weight decay, of all but biases and norms [default: 0.0005, 0 for LSTMs, 0.1 with adamw]
     #[arg(long, help_heading = "Training")]
     pub weight_decay: Option<f32>,
     /// Largest norm of all gradients together; 0 for none [default: 0.25 for LSTMs, none for others]
@@ -156,7 +159,7 @@ impl Options {
         let file = read(path)?;
         Ok(
             first!(self, file; model data data_dir download train_limit test_limit seed comm workers threads deadline method
-            density at_least warm_up warm_up_epochs dense_below rest auto paper masking bf16 epochs batch_size bptt optimizer momentum lr schedule
+            density at_least warm_up warm_up_epochs dense_below rest auto paper masking bf16 epochs batch_size bptt optimizer momentum beta2 lr schedule
             lr_warm_up_epochs weight_decay clip out log_every check_every checkpoint_dir checkpoint_every stop_after),
         )
     }
@@ -180,10 +183,14 @@ impl Options {
     pub fn settings(&self) -> Result<Settings> {
         let mut s = Settings::for_model(self.model.as_deref().unwrap_or("digits-cnn"));
         let network = Architecture::named(&s.model).map_err(|error| usage(error.to_string()))?;
+        choose(&mut s.optimizer, "optimizer", &self.optimizer, Optimizer::from_name, &Optimizer::NAMES)?;
+        if s.optimizer == Optimizer::AdamW {
+            s = s.for_adamw();
+        }
         macro_rules! set {
             ($($field:ident)*) => { $(if let Some(value) = &self.$field { s.$field = value.clone(); })* };
         }
-        set!(data density at_least auto masking bf16 epochs batch_size bptt momentum lr lr_warm_up_epochs
+        set!(data density at_least auto masking bf16 epochs batch_size bptt momentum beta2 lr lr_warm_up_epochs
             weight_decay seed log_every check_every checkpoint_every);
         (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
         (s.dense_below, s.checkpoint_dir) = (self.dense_below, self.checkpoint_dir.clone());
@@ -201,7 +208,6 @@ impl Options {
         let methods = Method::ALL.map(Method::name);
         choose(&mut s.method, "method", &self.method, Method::from_name, &methods)?;
         choose(&mut s.rest, "rest", &self.rest, Rest::from_name, &Rest::ALL.map(Rest::name))?;
-        choose(&mut s.optimizer, "optimizer", &self.optimizer, Optimizer::from_name, &Optimizer::NAMES)?;
         choose(&mut s.schedule, "schedule", &self.schedule, Schedule::from_name, &Schedule::NAMES)?;
         s.warm_up = WarmUp::usual(s.preset, s.epochs);
         let name = self.warm_up.as_deref().unwrap_or(s.warm_up.name());
