@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use redsync_core::Momentum;
+use redsync_core::{Adam, Momentum};
 use redsync_engine::{Choice, Config, Kind, Layer, Method, Preset, Rest, WarmUp};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -29,26 +29,42 @@ pub struct Settings {
     agree: Vec<(String, String)>,
 }
 
-/// One parameter: its name, its number of elements, what it is, its momentum, and whether that is Nesterov's.
-pub type Parameter = (String, usize, String, f32, bool);
+/// A rule by which gradients enter the residual: its name (`plain`, `nesterov` or `adam`) and its numbers; only Adam has more than one.
+pub type Rule = (String, f32, f32, f32);
+
+/// One parameter: its name, its number of elements, what it is, and its rule.
+pub type Parameter = (String, usize, String, Rule);
 
 fn wrong(what: impl Into<String>) -> PyErr {
     PyValueError::new_err(what.into())
 }
 
-/// Momentum as an optimizer says it.
-pub fn momentum(coefficient: f32, nesterov: bool) -> Momentum {
-    if nesterov { Momentum::Nesterov(coefficient) } else { Momentum::Plain(coefficient) }
+/// Momentum as Python says it.
+pub fn momentum((name, first, second, third): &Rule) -> Momentum {
+    match &name[..] {
+        "adam" => Momentum::Adam(Adam { beta1: *first, beta2: *second, eps: *third }),
+        "nesterov" => Momentum::Nesterov(*first),
+        _ => Momentum::Plain(*first),
+    }
+}
+
+/// The same the other way round.
+pub fn rule(momentum: Momentum) -> Rule {
+    match momentum {
+        Momentum::Adam(Adam { beta1, beta2, eps }) => ("adam".into(), beta1, beta2, eps),
+        Momentum::Nesterov(m) => ("nesterov".into(), m, 0.0, 0.0),
+        Momentum::Plain(_) | Momentum::None => ("plain".into(), momentum.coefficient(), 0.0, 0.0),
+    }
 }
 
 /// A parameter as a layer of the engine.
-pub fn layer((name, size, kind, coefficient, nesterov): &Parameter) -> Layer {
+pub fn layer((name, size, kind, rule): &Parameter) -> Layer {
     let kind = match &kind[..] {
         "output" => Kind::Output,
         "bias-or-norm" => Kind::BiasOrNorm,
         _ => Kind::Weight,
     };
-    Layer::new(name, *size, kind).with_momentum(momentum(*coefficient, *nesterov))
+    Layer::new(name, *size, kind).with_momentum(momentum(rule))
 }
 
 impl Settings {

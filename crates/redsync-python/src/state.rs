@@ -1,10 +1,10 @@
 //! The state of a rank as Python keeps it: numbers, texts and tensors of a dictionary, and the engine's [`Saved`].
 
 use crate::memory::Tensor;
-use crate::settings::momentum;
+use crate::settings::{Rule, momentum, rule};
 use pyo3::prelude::*;
 use redsync_core::{Memory, Momentum};
-use redsync_engine::state::{LayerState, Saved};
+use redsync_engine::state::{LayerState, Saved, SecondMoment};
 
 /// What a selector remembers: for each phase the bits of two thresholds, and a count.
 pub type Remembering = [[u32; 3]; 3];
@@ -24,13 +24,17 @@ pub struct Dict {
 #[pyo3(from_item_all)]
 struct Layer {
     name: String,
-    /// The coefficient of the momentum that u is of, and whether it is Nesterov's.
-    momentum: (f32, bool),
+    /// The rule that u is of.
+    momentum: Rule,
     remembering: Remembering,
     /// The learning rate in whose units v is, if it is known.
     rate: Option<f32>,
     u: Option<Tensor>,
     v: Tensor,
+    /// The second moment of Adam, the one that was given, and steps.
+    second: Option<Tensor>,
+    given: Option<Tensor>,
+    steps: u64,
 }
 
 impl Dict {
@@ -56,15 +60,23 @@ impl Layer {
             let values = tensor.floats().map(<[f32]>::to_vec);
             values.ok_or_else(|| format!("{}: u and v have to be of single precision", self.name))
         };
-        let u = self.u.as_ref().map_or(Ok(Vec::new()), floats)?;
+        let some = |tensor: &Option<Tensor>| tensor.as_ref().map_or(Ok(Vec::new()), floats);
+        let u = some(&self.u)?;
+        let second = match &self.second {
+            None => None,
+            Some(own) => {
+                Some(SecondMoment { own: floats(own)?, given: some(&self.given)?, steps: self.steps })
+            }
+        };
         Ok(LayerState {
             name: self.name.clone(),
             size: self.v.len(),
-            momentum: if u.is_empty() { Momentum::None } else { momentum(self.momentum.0, self.momentum.1) },
+            momentum: if u.is_empty() { Momentum::None } else { momentum(&self.momentum) },
             v: floats(&self.v)?,
             u,
             memory: Memory::from_bits(self.remembering).ok_or_else(none)?,
             rate: self.rate,
+            second,
         })
     }
 }
@@ -80,9 +92,9 @@ pub fn checksum(py: Python<'_>, state: Dict) -> PyResult<String> {
 #[pyclass(module = "redsync._redsync", frozen)]
 pub struct State(pub Saved);
 
-/// What is known of a layer besides its vectors: whether there is a u, its momentum and whether that is Nesterov's, what the
-/// selector remembers, and the learning rate in whose units v is.
-type About = (bool, f32, bool, Remembering, Option<f32>);
+/// What is known of a layer besides its vectors: whether there is a u and its rule, what the selector remembers, the learning rate in
+/// whose units v is, and for Adam whether a second moment was given, and steps.
+type About = (bool, Rule, Remembering, Option<f32>, Option<(bool, u64)>);
 
 #[pymethods]
 impl State {
@@ -101,17 +113,28 @@ impl State {
     /// The compressed layers, in order.
     fn layers(&self) -> Vec<(String, About)> {
         let about = |layer: &LayerState| {
-            let nesterov = matches!(layer.momentum, Momentum::Nesterov(_));
-            (!layer.u.is_empty(), layer.momentum.coefficient(), nesterov, layer.memory.bits(), layer.rate)
+            let second = layer.second.as_ref().map(|second| (!second.given.is_empty(), second.steps));
+            (!layer.u.is_empty(), rule(layer.momentum), layer.memory.bits(), layer.rate, second)
         };
         self.0.layers.iter().map(|layer| (layer.name.clone(), about(layer))).collect()
     }
 
-    /// Copies u, if it is wanted, and v of the layer at a place of the list.
-    fn copy(&self, at: usize, u: Option<Tensor>, v: Tensor) -> PyResult<()> {
+    /// Copies vectors of the layer at a place of the list, those that are wanted: u, v, the second moment and the given one.
+    #[pyo3(signature = (at, u, v, second=None, given=None))]
+    fn copy(
+        &self,
+        at: usize,
+        u: Option<Tensor>,
+        v: Tensor,
+        second: Option<Tensor>,
+        given: Option<Tensor>,
+    ) -> PyResult<()> {
         let wrong = |what: &str| pyo3::exceptions::PyValueError::new_err(what.to_string());
         let layer = self.0.layers.get(at).ok_or_else(|| wrong("there is no such layer"))?;
-        for (tensor, values) in [(u, &layer.u), (Some(v), &layer.v)] {
+        let none = SecondMoment { own: Vec::new(), given: Vec::new(), steps: 0 };
+        let moments = layer.second.as_ref().unwrap_or(&none);
+        let wanted = [(u, &layer.u), (Some(v), &layer.v), (second, &moments.own), (given, &moments.given)];
+        for (tensor, values) in wanted {
             if let Some(mut tensor) = tensor
                 && !tensor.write_rounded(values)
             {

@@ -4,7 +4,7 @@
 use crate::communicator::Group;
 use crate::failure::{raise, refuse};
 use crate::memory::Tensor;
-use crate::settings::{self, Parameter, Settings};
+use crate::settings::{self, Parameter, Rule, Settings};
 use crate::state::{Dict, State};
 use crate::tensor::{Given, Wanted};
 use pyo3::exceptions::PyValueError;
@@ -46,8 +46,8 @@ impl Synchronizer {
 
 #[pymethods]
 impl Synchronizer {
-    /// A synchronizer for the parameters of a model: name, number of elements, kind (`weight`, `bias-or-norm` or `output`), momentum
-    /// and whether that is Nesterov's. All ranks of the group make one.
+    /// A synchronizer for the parameters of a model: name, number of elements, kind (`weight`, `bias-or-norm` or `output`), and
+    /// the rule by which gradients enter. All ranks of the group make one.
     #[new]
     fn new(py: Python<'_>, group: &Group, parameters: Vec<Parameter>, settings: Settings) -> PyResult<Self> {
         let comm: Arc<dyn Communicator> = group.communicator()?;
@@ -97,8 +97,8 @@ impl Synchronizer {
     }
 
     /// Changes the momentum of a compressed parameter.
-    fn set_momentum(&self, py: Python<'_>, layer: usize, coefficient: f32, nesterov: bool) -> PyResult<()> {
-        self.with(py, |sync| sync.set_momentum(layer, settings::momentum(coefficient, nesterov)))
+    fn set_momentum(&self, py: Python<'_>, layer: usize, rule: Rule) -> PyResult<()> {
+        self.with(py, |sync| sync.set_momentum(layer, settings::momentum(&rule)))
     }
 
     /// The learning rate at which what is sent of a parameter from the next step on is applied.
@@ -112,6 +112,21 @@ impl Synchronizer {
             return Err(PyValueError::new_err("a momentum buffer has to be of single precision"));
         };
         self.with(py, |sync| sync.adopt_momentum(layer, floats))
+    }
+
+    /// Starts both moments of a compressed parameter from those of an optimizer's Adam, after so many steps.
+    fn adopt_adam(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        first: Tensor,
+        second: Tensor,
+        steps: u64,
+    ) -> PyResult<()> {
+        let (Some(first), Some(second)) = (first.floats(), second.floats()) else {
+            return Err(PyValueError::new_err("the moments of Adam have to be of single precision"));
+        };
+        self.with(py, |sync| sync.adopt_adam(layer, first, second, steps))
     }
 
     /// Hands over the gradient of a parameter, whose place the averaged one takes. `used` is false where this rank has none.

@@ -43,7 +43,8 @@ def attach(
 
     Args:
         model: the model, wrapped by ``DistributedDataParallel``.
-        optimizer: its ``torch.optim.SGD``. Momentum of all that is not sent as f32 moves into the compressor.
+        optimizer: its ``torch.optim.SGD``, ``AdamW`` or ``Adam``. Momentum of all that is not sent as f32, and Adam's second
+            moment, move into the compressor.
         density: the fraction of a compressed layer that is sent at a step.
         method: ``rgc+asq`` (one mean stands for all values of a layer, signs alternate by step), ``rgc`` (each value for itself),
             ``rgc-naive`` (full selection, for comparison) or ``sgd`` (nothing is compressed).

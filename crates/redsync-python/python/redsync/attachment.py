@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import _redsync, state
 from .errors import Error, UsageError
 from .optimizer import Steps, check_optimizer
-from .parameters import Described, check_model, describe, left_alone, momentum, shapes, trained
+from .parameters import Described, check_model, describe, left_alone, rule, shapes, trained
 from .settings import warm_up
 from .staging import Staging
 from .stats import LayerStats, Stats, Traffic
@@ -84,7 +84,7 @@ class Attachment:
             settings["choices"] = {**left_alone(self._named, optimizer), **settings["choices"]}
         except (ValueError, TypeError, OverflowError) as error:
             problem = str(error)
-        self._momenta = [(coefficient, nesterov) for *_, coefficient, nesterov in described]
+        self._rules = [rule for *_, rule in described]
         self._rates: dict[int, float] = {}
         settings["agree"] = [("a GradScaler", str(scaler is not None)), *shapes(self._named)]
         # Made in any case, because a rank that has nothing to say would let the others wait.
@@ -110,7 +110,7 @@ class Attachment:
             self._last, self._traffic = self._sync.stats(), self._sync.traffic()
             _register(model, self)
             opened.pop_all()
-        assert isinstance(optimizer, torch.optim.SGD)
+        assert isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam))
         self._steps = Steps(optimizer, lambda: self._compressed_now)
         self._closing = weakref.finalize(self, _close, self._sync, self._group)
         _attached[model] = self
@@ -205,13 +205,18 @@ class Attachment:
             if rate != self._rates.get(number):
                 self._sync.set_rate(number, rate)
                 self._rates[number] = rate
-            now = momentum(group)
-            if now != self._momenta[number]:
-                self._sync.set_momentum(number, *now)
-                self._momenta[number] = now
-            buffer = self._steps.take_momentum(parameter)
-            if buffer is not None and adopts:
-                self._sync.adopt_momentum(number, state.flat_like(buffer, parameter))
+            now = rule(group)
+            if now != self._rules[number]:
+                self._sync.set_momentum(number, now)
+                self._rules[number] = now
+            moments = self._steps.take_moments(parameter)
+            if moments is None or not adopts:
+                continue
+            first, second, steps = moments
+            if second is None:
+                self._sync.adopt_momentum(number, state.flat_like(first, parameter))
+            else:
+                self._sync.adopt_adam(number, state.flat_like(first, parameter), state.flat_like(second, parameter), steps)
 
     def _finish(self) -> None:
         """All gradients are there; what is under way is waited for."""
@@ -327,7 +332,7 @@ sent 7,076 of 11,671,656 bytes (1/1649), compressing 3.8 ms, exchange 102.4 ms, 
         # Of the momentum that was, in the Nesterov form; a schedule may have moved on.
         for layer in states[0]["layers"]:
             if layer["u"] is not None:
-                self._momenta[self._names.index(layer["name"])] = layer["momentum"]
+                self._rules[self._names.index(layer["name"])] = layer["momentum"]
         self._compressed_now = frozenset()
 
     def check_replicas(self) -> int:

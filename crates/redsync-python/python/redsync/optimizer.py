@@ -1,9 +1,9 @@
 """The optimizer's share of momentum and weight decay.
 
-Comes in: averaged gradients in ``p.grad``, and the user's ``torch.optim.SGD``. Goes out: updated weights. What must hold:
-momentum is applied once. For a compressed layer, and for a bias that was sent in a few bits per element, it was applied before
-the exchange, by the compressor, so its update here is plain, and weight decay, which is never sent, is as strong as momentum
-would have made it: w *= 1 - lr*wd/(1-m).
+Comes in: averaged gradients in ``p.grad``, and the user's ``torch.optim.SGD``, ``AdamW`` or ``Adam``. Goes out: updated weights.
+What must hold: momentum, and what Adam divides it by, is applied once. For a compressed layer, and for a bias that was sent in a
+few bits per element, it was applied before the exchange, by the compressor, so its update here is plain. Weight decay is never
+sent: with SGD it is as strong as momentum would have made it, w *= 1 - lr*wd/(1-m); with AdamW, w *= 1 - lr*wd.
 
 The user's parameter groups stay as they are, because schedulers, checkpoints and the user's own code rely on them. Before
 each step, compressed layers are updated here and their gradients hidden, so that the optimizer passes over them; after it,
@@ -19,16 +19,22 @@ import torch
 
 from .errors import UsageError
 
-SUPPORTED = "use torch.optim.SGD (momentum, nesterov and weight_decay are fine)"
+SUPPORTED = "use torch.optim.SGD (momentum, nesterov and weight_decay are fine), AdamW or Adam"
+
+Supported = torch.optim.SGD | torch.optim.Adam
+"""AdamW is an Adam to PyTorch."""
 
 
 def check_optimizer(optimizer: Any, scaled: bool) -> None:
     """Refuses what cannot work, with a sentence that says what does."""
-    if not isinstance(optimizer, torch.optim.SGD):
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam)):
         raise UsageError(
-            f"{type(optimizer).__name__} is not supported: momentum is corrected for SGD, and an optimizer that divides by "
-            f"running moments would see rare, large values instead of gradients; {SUPPORTED}"
+            f"{name} is not supported: it would see rare, large values instead of gradients, and what it makes of them is not "
+            f"what it would have made of the gradients; {SUPPORTED}"
         )
+    if isinstance(optimizer, torch.optim.Adam):
+        return _check_adam(name, optimizer, scaled)
     for group in optimizer.param_groups:
         if group["dampening"]:
             raise UsageError(f"SGD with dampening is not supported; {SUPPORTED}, with dampening=0")
@@ -40,10 +46,26 @@ def check_optimizer(optimizer: Any, scaled: bool) -> None:
             raise UsageError(f"momentum {group['momentum']} is not at least 0 and below 1")
 
 
+def _check_adam(name: str, optimizer: torch.optim.Adam, scaled: bool) -> None:
+    for group in optimizer.param_groups:
+        for flag in ("amsgrad", "maximize", "capturable", "differentiable"):
+            if group[flag]:
+                raise UsageError(f"{name}({flag}=True) is not supported; use {name}({flag}=False)")
+        if scaled and group["fused"]:
+            raise UsageError(f"{name}(fused=True) takes over the work of the GradScaler; use {name}(fused=False) with a scaler")
+        if group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            raise UsageError(f"the weight decay of {name} is added to gradients; use AdamW, which does not")
+        for beta in group["betas"]:
+            if not 0 <= float(beta) < 1:
+                raise UsageError(f"beta {float(beta)} is not at least 0 and below 1")
+        if not float(group["eps"]) >= torch.finfo(torch.float32).tiny:
+            raise UsageError(f"eps {group['eps']} is too small to divide by in single precision; 1e-8 is usual")
+
+
 class Steps:
     """The hooks around ``optimizer.step()``."""
 
-    def __init__(self, optimizer: torch.optim.SGD, compressed: Callable[[], frozenset[torch.Tensor]]) -> None:
+    def __init__(self, optimizer: Supported, compressed: Callable[[], frozenset[torch.Tensor]]) -> None:
         """`compressed` tells which parameters got compressed gradients at the last backward pass."""
         self._optimizer = optimizer
         self._compressed = compressed
@@ -66,10 +88,16 @@ class Steps:
             for parameter in group["params"]:
                 yield parameter, group
 
-    def take_momentum(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Takes the optimizer's momentum of a parameter away."""
+    def take_moments(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, int] | None:
+        """Takes what the optimizer has gathered for a parameter away: momentum, Adam's second moment, and its steps."""
         state = self._optimizer.state.get(parameter)
-        return state.pop("momentum_buffer", None) if state else None
+        if not state:
+            return None
+        first = state.pop("momentum_buffer", None)
+        if first is not None:
+            return first, None, 0
+        first, second, steps = (state.pop(key, None) for key in ("exp_avg", "exp_avg_sq", "step"))
+        return None if first is None or second is None else (first, second, int(steps or 0))
 
     @torch.no_grad()
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -94,6 +122,7 @@ class Steps:
 def _plain_step(parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
     rate, decay = float(group["lr"]), float(group["weight_decay"])
     if decay:
-        torch._foreach_mul_(parameters, 1.0 - rate * decay / (1.0 - float(group["momentum"])))
+        # Only a decay that is part of the gradient is enlarged by momentum.
+        torch._foreach_mul_(parameters, 1.0 - rate * decay / (1.0 - float(group.get("momentum", 0.0))))
     gradients = [p.grad for p in parameters if p.grad is not None]
     torch._foreach_add_(parameters, gradients, alpha=rate if group["maximize"] else -rate)

@@ -17,8 +17,11 @@ from .errors import UsageError
 
 _NO_GROUP: dict[str, Any] = {"momentum": 0.0, "nesterov": False}
 
-Described = tuple[str, int, str, float, bool]
-"""Name, number of elements, kind, momentum, and whether that is Nesterov's."""
+Rule = tuple[str, float, float, float]
+"""How gradients enter the residual: ``plain`` or ``nesterov`` and its coefficient, or ``adam`` with both coefficients and eps."""
+
+Described = tuple[str, int, str, Rule]
+"""Name, number of elements, kind and rule."""
 
 
 def trained(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
@@ -27,9 +30,12 @@ def trained(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
     return {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
 
 
-def momentum(group: Mapping[str, Any]) -> tuple[float, bool]:
-    """Of a parameter group: the coefficient, and whether it is Nesterov's."""
-    return float(group["momentum"]), bool(group["nesterov"])
+def rule(group: Mapping[str, Any]) -> Rule:
+    """That of a parameter group."""
+    if "betas" in group:
+        first, second = group["betas"]
+        return "adam", float(first), float(second), float(group["eps"])
+    return "nesterov" if group["nesterov"] else "plain", float(group["momentum"]), 0.0, 0.0
 
 
 def describe(
@@ -43,7 +49,7 @@ def describe(
     described = []
     for name, parameter in parameters.items():
         kind = "bias-or-norm" if parameter.dim() <= 1 else "output" if name == last else "weight"
-        described.append((name, parameter.numel(), kind, *momentum(groups.get(parameter, _NO_GROUP))))
+        described.append((name, parameter.numel(), kind, rule(groups.get(parameter, _NO_GROUP))))
     return described
 
 

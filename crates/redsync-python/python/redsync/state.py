@@ -15,6 +15,7 @@ from . import _redsync
 from .errors import UsageError
 
 FORMAT = "redsync-state-3"
+_FORMS = ("plain", "nesterov")
 
 
 def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -38,13 +39,16 @@ def _flat(placed: torch.Tensor) -> torch.Tensor:
 def as_dict(captured: _redsync.State, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """A state as it is saved."""
     layers = {}
-    for at, (name, (has_u, coefficient, nesterov, remembering, rate)) in enumerate(captured.layers()):
-        v = _empty_like(parameters[name])
-        u = _empty_like(parameters[name]) if has_u else None
-        captured.copy(at, None if u is None else _flat(u), _flat(v))
-        layer = {"v": v, "remembering": torch.tensor(remembering, dtype=torch.int64)}
-        if u is not None:
-            layer |= {"u": u, "momentum": torch.tensor([coefficient, nesterov], dtype=torch.float64)}
+    for at, (name, (has_u, (form, *numbers), remembering, rate, second)) in enumerate(captured.layers()):
+        kept = {"u": has_u, "v": True, "second": second is not None, "given": second is not None and second[0]}
+        vectors = {key: _empty_like(parameters[name]) for key, wanted in kept.items() if wanted}
+        flat = {key: _flat(vectors[key]) if key in vectors else None for key in kept}
+        captured.copy(at, flat["u"], _flat(vectors["v"]), flat["second"], flat["given"])
+        layer = {**vectors, "remembering": torch.tensor(remembering, dtype=torch.int64)}
+        if second is not None:
+            layer |= {"adam": torch.tensor(numbers, dtype=torch.float64), "steps": torch.tensor([second[1]])}
+        elif has_u:
+            layer["momentum"] = torch.tensor([numbers[0], _FORMS.index(form)], dtype=torch.float64)
         if rate is not None:
             layer["rate"] = torch.tensor([rate], dtype=torch.float64)
         layers[name] = layer
@@ -85,28 +89,35 @@ def _checksum(saved: Mapping[str, Any]) -> str:
 def _plain(saved: Mapping[str, Any], flat: Any) -> dict[str, Any]:
     layers = []
     for name, layer in saved["layers"].items():
-        u = layer.get("u")
-        coefficient, nesterov = layer["momentum"].tolist() if u is not None else (0.0, 0.0)
         rate = layer.get("rate")  # older states have none
+        vectors = {key: flat(name, layer[key]) if key in layer else None for key in ("u", "v", "second", "given")}
         layers.append(
             {
                 "name": name,
-                "momentum": (coefficient, bool(nesterov)),
+                "momentum": _rule(layer),
                 "remembering": layer["remembering"].tolist(),
                 "rate": None if rate is None else float(rate),
-                "u": None if u is None else flat(name, u),
-                "v": flat(name, layer["v"]),
+                "steps": int(layer.get("steps", 0)),
+                **vectors,
             }
         )
     about = {key: saved[key] for key in ("step", "rank", "ranks")}
     return {**about, "identity": [tuple(entry) for entry in saved["identity"]], "layers": layers}
 
 
+def _rule(layer: Mapping[str, torch.Tensor]) -> _redsync.Rule:
+    if "adam" in layer:
+        first, second, eps = layer["adam"].tolist()
+        return "adam", first, second, eps
+    coefficient, form = layer["momentum"].tolist() if "u" in layer else (0.0, 0.0)
+    return _FORMS[int(form)], coefficient, 0.0, 0.0
+
+
 def _problem(layer: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) -> str | None:
     """What is wrong with the form of a layer's state, if anything; the engine judges the rest."""
     if missing := {"v", "remembering"} - set(layer):
         return f"the state has no {', '.join(sorted(missing))}"
-    for key in ("u", "v"):
+    for key in ("u", "v", "second", "given"):
         tensor = layer.get(key)
         if tensor is None:
             continue
@@ -119,8 +130,13 @@ def _problem(layer: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) 
         return "remembering of the state is none"
     if int(remembering.min()) < 0 or int(remembering.max()) >= 1 << 32:
         return "remembering of the state is none"
-    momentum = layer.get("momentum")
-    if "u" in layer and (momentum is None or momentum.shape != (2,) or not 0 <= momentum[0] < 1):
+    momentum, adam, steps = layer.get("momentum"), layer.get("adam"), layer.get("steps")
+    if "second" in layer:
+        if adam is None or adam.shape != (3,) or steps is None or steps.shape != (1,) or not 0 <= int(steps) < 1 << 63:
+            return "Adam of the state is none"
+    elif adam is not None or ("u" in layer and (momentum is None or momentum.shape != (2,) or not 0 <= momentum[0] < 1)):
+        return "momentum of the state is none"
+    elif momentum is not None and momentum[1] not in (0, 1):
         return "momentum of the state is none"
     rate = layer.get("rate")
     if rate is not None and (rate.shape != (1,) or not 0 < float(rate) < float("inf")):
