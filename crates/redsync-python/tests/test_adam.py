@@ -78,10 +78,10 @@ def test_what_the_optimizer_has_gathered_moves_over():
         redsync.attach(model, optimizer, **{**LOSSLESS, "warmup": warmup})
         for number in range(30):
             equal_step(model, optimizer, number)
-        return weights(model), [len(state) for state in optimizer.state.values()]
+        return weights(model), [len(optimizer.state[p]) for p in model.parameters() if p.dim() > 1]
 
     for (straight, _), (late, kept) in zip(on_ranks(2, run, 0), on_ranks(2, run, 12)):
-        assert not any(kept), "the optimizer has nothing left"
+        assert not any(kept), "the optimizer has nothing left of what is compressed"
         for a, b in zip(straight, late):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
 
