@@ -72,7 +72,11 @@ impl Default for Config {
 
 impl Config {
     fn check(&self, n: usize) -> Result<u32, ConfigError> {
-        self.momentum.check().map_err(ConfigError::Momentum)?;
+        self.momentum.check().map_err(|why| match why {
+            Unfit::Eps(eps) => ConfigError::Eps(eps),
+            Unfit::Coefficient(coefficient) => ConfigError::Momentum(coefficient),
+            _ => ConfigError::Momentum(self.momentum.coefficient()),
+        })?;
         if self.selector == Selector::Sampled && self.values.is_quantized() {
             return Err(ConfigError::SampledQuantized);
         }
@@ -237,7 +241,7 @@ impl Compressor {
     /// Changes the coefficient of the momentum between steps; its form, plain or Nesterov, stays. After an error nothing has
     /// changed.
     pub fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {
-        momentum.check().map_err(Unfit::Coefficient)?;
+        momentum.check()?;
         self.residual.set_momentum(momentum)?;
         self.config.momentum = momentum;
         Ok(())

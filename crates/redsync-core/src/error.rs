@@ -58,6 +58,9 @@ pub enum ConfigError {
     /// The momentum is not a number from 0 to below 1.
     #[error("momentum {0} is not at least 0 and below 1")]
     Momentum(f32),
+    /// Nothing can be divided by what Adam adds to a root that may be zero.
+    #[error("eps {0} is too small to divide by, or no number")]
+    Eps(f32),
     /// Sampled selection reuses a threshold of another step, and so of another sign.
     #[error("sampled selection cannot be combined with quantization: choose carried, threshold or trimmed")]
     SampledQuantized,
@@ -95,6 +98,9 @@ pub enum Unfit {
     /// A momentum that is not a number from 0 to below 1.
     #[error("momentum {0} is not at least 0 and below 1")]
     Coefficient(f32),
+    /// An eps of Adam by which nothing can be divided.
+    #[error("eps {0} is too small to divide by, or no number")]
+    Eps(f32),
     /// A learning rate that is negative or not finite.
     #[error("a learning rate of {0} is none")]
     Rate(f32),

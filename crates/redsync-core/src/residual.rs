@@ -47,8 +47,8 @@ pub struct Adam {
     pub eps: f32,
 }
 
-fn coefficient(b: f32) -> Result<(), f32> {
-    if (0.0..1.0).contains(&b) { Ok(()) } else { Err(b) }
+fn check_coefficient(b: f32) -> Result<(), Unfit> {
+    if (0.0..1.0).contains(&b) { Ok(()) } else { Err(Unfit::Coefficient(b)) }
 }
 
 impl Default for Adam {
@@ -60,11 +60,13 @@ impl Default for Adam {
 
 impl Adam {
     /// What is wrong with them, if anything.
-    fn check(self) -> Result<(), f32> {
-        coefficient(self.beta1)?;
-        coefficient(self.beta2)?;
-        // A smaller one could not be told from zero, by which nothing can be divided.
-        if self.eps >= f32::MIN_POSITIVE && self.eps.is_finite() { Ok(()) } else { Err(self.eps) }
+    fn check(self) -> Result<(), Unfit> {
+        check_coefficient(self.beta1)?;
+        check_coefficient(self.beta2)?;
+        match self.eps >= f32::MIN_POSITIVE && self.eps.is_finite() {
+            true => Ok(()),
+            false => Err(Unfit::Eps(self.eps)),
+        }
     }
 
     /// The numbers of step `t`, counted from 1, on one of `ranks` ranks, whose gradients carry 1/ranks.
@@ -103,11 +105,13 @@ impl Momentum {
         }
     }
 
-    /// The first number of it that makes no sense, if there is one.
-    pub fn check(self) -> Result<(), f32> {
+    /// Refuses the first number of it that makes no sense.
+    pub fn check(self) -> Result<(), Unfit> {
         match self {
             Momentum::Adam(adam) => adam.check(),
-            Momentum::None | Momentum::Plain(_) | Momentum::Nesterov(_) => coefficient(self.coefficient()),
+            Momentum::None | Momentum::Plain(_) | Momentum::Nesterov(_) => {
+                check_coefficient(self.coefficient())
+            }
         }
     }
 

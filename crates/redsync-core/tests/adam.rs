@@ -191,16 +191,15 @@ fn masking_leaves_its_momentum_alone() {
 #[test]
 fn coefficients_that_make_no_sense_are_refused() {
     let usual = Adam::default();
-    for (adam, number) in [
-        (Adam { beta1: 1.0, ..usual }, 1.0),
-        (Adam { beta2: -0.1, ..usual }, -0.1),
-        (Adam { eps: 0.0, ..usual }, 0.0),
-        (Adam { eps: f32::INFINITY, ..usual }, f32::INFINITY),
+    for (adam, why, unfit) in [
+        (Adam { beta1: 1.0, ..usual }, ConfigError::Momentum(1.0), Unfit::Coefficient(1.0)),
+        (Adam { beta2: -0.1, ..usual }, ConfigError::Momentum(-0.1), Unfit::Coefficient(-0.1)),
+        (Adam { eps: 0.0, ..usual }, ConfigError::Eps(0.0), Unfit::Eps(0.0)),
+        (Adam { eps: f32::INFINITY, ..usual }, ConfigError::Eps(f32::INFINITY), Unfit::Eps(f32::INFINITY)),
     ] {
-        let refused = Compressor::new(0, "l", 2, config(adam, 1, 1.0)).unwrap_err();
-        assert_eq!(refused, ConfigError::Momentum(number));
+        assert_eq!(Compressor::new(0, "l", 2, config(adam, 1, 1.0)).unwrap_err(), why);
         let mut layer = Compressor::new(0, "l", 2, config(usual, 1, 1.0)).unwrap();
-        assert_eq!(layer.set_momentum(Momentum::Adam(adam)), Err(Unfit::Coefficient(number)));
+        assert_eq!(layer.set_momentum(Momentum::Adam(adam)), Err(unfit));
     }
 }
 

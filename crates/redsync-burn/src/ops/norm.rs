@@ -59,11 +59,22 @@ pub fn layer_norm(x: Tensor<2>, gain: Tensor<1>, bias: Tensor<1>) -> Tensor<2> {
 
 /// The mean of a row, and one over its deviation.
 fn moments(row: &[f32]) -> (f32, f32) {
-    let sum =
-        |each: &dyn Fn(f32) -> f32| row.iter().map(|x| f64::from(each(*x))).sum::<f64>() / row.len() as f64;
-    let mean = sum(&|x| x) as f32;
-    let variance = sum(&|x| (x - mean) * (x - mean)) as f32;
+    let mean = average(row, |x| x);
+    let variance = average(row, |x| (x - mean) * (x - mean));
     (mean, 1.0 / (variance + EPS).sqrt())
+}
+
+/// The mean of something of each element, summed side by side in lanes.
+#[inline(always)]
+fn average(row: &[f32], each: impl Fn(f32) -> f32) -> f32 {
+    const LANES: usize = 16;
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, x)| *lane += each(*x));
+    }
+    let sum = lanes.iter().sum::<f32>() + rest.iter().map(|x| each(*x)).sum::<f32>();
+    sum / row.len() as f32
 }
 
 #[derive(Debug)]

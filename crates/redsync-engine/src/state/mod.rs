@@ -281,7 +281,7 @@ impl LayerState {
         if v != size || (u != 0 && u != size) {
             return Err(format!("it has {size} elements, but u has {u} and v has {v}"));
         }
-        self.momentum.check().map_err(|number| Unfit::Coefficient(number).to_string())?;
+        self.momentum.check().map_err(|why| why.to_string())?;
         if self.second.is_some() != matches!(self.momentum, Momentum::Adam(_)) {
             return Err("a second moment is Adam's, and Adam has one".into());
         }

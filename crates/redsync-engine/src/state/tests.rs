@@ -343,7 +343,10 @@ fn second_moments_that_make_no_sense_are_refused() {
         (|l| l.momentum = Momentum::Plain(0.9), "a second moment is Adam's, and Adam has one"),
         (|l| l.second.as_mut().unwrap().own[1] = -1.0, "the second moment is -1 at element 1"),
         (|l| l.second.as_mut().unwrap().given.truncate(3), "its second moment 4 and 3"),
-        (|l| l.momentum = Momentum::Adam(Adam { eps: 0.0, ..Adam::default() }), "0 is not"),
+        (
+            |l| l.momentum = Momentum::Adam(Adam { eps: 0.0, ..Adam::default() }),
+            "eps 0 is too small to divide by",
+        ),
     ];
     for (change, says) in changes {
         let mut saved = adam(0, 1);
