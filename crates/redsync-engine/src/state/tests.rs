@@ -338,7 +338,8 @@ fn second_moments_of_other_numbers_of_ranks_are_means() {
 
 #[test]
 fn second_moments_that_make_no_sense_are_refused() {
-    let changes: [(fn(&mut LayerState), &str); 5] = [
+    type Change = fn(&mut LayerState);
+    let changes: [(Change, &str); 5] = [
         (|l| l.second = None, "a second moment is Adam's, and Adam has one"),
         (|l| l.momentum = Momentum::Plain(0.9), "a second moment is Adam's, and Adam has one"),
         (|l| l.second.as_mut().unwrap().own[1] = -1.0, "the second moment is -1 at element 1"),
