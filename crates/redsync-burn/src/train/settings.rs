@@ -197,9 +197,11 @@ impl Settings {
         }
     }
 
-    /// The rate and the decay that suit AdamW, which takes steps of about one rate for every weight, whatever the model.
+    /// What suits AdamW, which takes steps of about one rate for every weight, whatever the model: a rate and a decay, and 1% of the
+    /// elements, each with a value of its own.
     pub fn for_adamw(self) -> Self {
-        Settings { optimizer: Optimizer::AdamW, lr: 1e-3, weight_decay: 0.1, ..self }
+        let (method, density) = (Method::Rgc, 0.01);
+        Settings { optimizer: Optimizer::AdamW, lr: 1e-3, weight_decay: 0.1, method, density, ..self }
     }
 
     /// What the synchronizer is told.

@@ -22,7 +22,8 @@ use std::sync::Arc;
 /// The model, as several commands take it.
 #[derive(Clone, Debug, Args)]
 pub struct ModelArgs {
-    /// Model whose layer sizes are used: vgg16-cifar, resnet44, alexnet, vgg16, resnet50, lstm-ptb, lstm-wiki2
+    /// Model whose layer sizes are used: vgg16-cifar, resnet44, alexnet, vgg16, resnet50, lstm-ptb, lstm-wiki2,
+    /// gpt-tiny, gpt-small
     #[arg(long, default_value = "vgg16-cifar", value_parser = parse_model)]
     pub model: String,
     /// File with one line per parameter tensor, its name and its shape, instead of --model

@@ -16,8 +16,8 @@ use std::time::Duration;
 #[derive(Args, Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Options {
-    /// Network: digits-cnn, vgg-small, vgg16-cifar, resnet20, resnet44, alexnet, vgg16, resnet50, lstm-small, lstm-ptb, lstm-wiki2
-    /// [default: digits-cnn]
+    /// Network: digits-cnn, vgg-small, vgg16-cifar, resnet20, resnet44, alexnet, vgg16, resnet50, lstm-small, lstm-ptb, lstm-wiki2,
+    /// gpt-tiny, gpt-small (of bytes, with adamw) [default: digits-cnn]
     #[arg(long, help_heading = "What")]
     pub model: Option<String>,
     /// Data: digits (always there), fashion-mnist, mnist, cifar10, ptb, wikitext-2, synthetic-imagenet [default: what suits the model]
@@ -52,10 +52,11 @@ pub struct Options {
     #[arg(long, help_heading = "Workers", value_name = "SECONDS")]
     pub deadline: Option<f64>,
 
-    /// sgd (dense), rgc (compressed), rgc+asq (and quantized) or rgc-naive (compressed by a full sort) [default: rgc+asq]
+    /// sgd (dense), rgc (compressed), rgc+asq (and quantized) or rgc-naive (compressed by a full sort) [default: rgc+asq;
+    /// rgc with adamw]
     #[arg(long, help_heading = "Compression")]
     pub method: Option<String>,
-    /// Fraction of a compressed layer that is sent at a step [default: 0.001]
+    /// Fraction of a compressed layer that is sent at a step [default: 0.001; 0.01 with adamw]
     #[arg(long, help_heading = "Compression")]
     pub density: Option<f64>,
     /// Elements that a small compressed layer sends at least; 16 times as many during a ramp, but at most 1/16 of the layer

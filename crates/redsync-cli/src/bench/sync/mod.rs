@@ -41,7 +41,8 @@ pub struct Sync {
     /// Ranks, with --comm local [default: 4]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
     ranks: Option<u16>,
-    /// Model whose layer sizes are used: vgg16-cifar, resnet44, alexnet, vgg16, resnet50, lstm-ptb, lstm-wiki2
+    /// Model whose layer sizes are used: vgg16-cifar, resnet44, alexnet, vgg16, resnet50, lstm-ptb, lstm-wiki2,
+    /// gpt-tiny, gpt-small
     #[arg(long, default_value = "vgg16-cifar", value_parser = parse_model)]
     model: String,
     /// sgd, rgc, rgc+asq or rgc-naive
