@@ -51,6 +51,57 @@ pub fn shape(tensor: &FlexTensor) -> Vec<usize> {
     tensor.layout().shape().to_vec()
 }
 
+/// The values of a contiguous tensor, to change: in place unless somebody else shares them.
+///
+/// # Panics
+/// If it is not contiguous.
+pub fn values_mut(tensor: &mut FlexTensor) -> &mut [f32] {
+    assert!(tensor.is_contiguous(), "a view that is not contiguous");
+    let (begin, size) = (tensor.layout().start_offset(), tensor.layout().num_elements());
+    &mut tensor.storage_mut::<f32>()[begin..begin + size]
+}
+
+/// A tensor that is somewhere else than where we work, or of another type.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "it is of {dtype} on {device}, and only f32 on Burn's CPU backend is served (Device::flex().autodiff())"
+)]
+pub struct Unserved {
+    dtype: String,
+    device: String,
+}
+
+impl Unserved {
+    fn new(dtype: DType, device: &Device) -> Self {
+        let device = format!("{:?}", device.clone().inner());
+        let bare = device.strip_prefix("Device<").and_then(|device| device.strip_suffix('>'));
+        let device = bare.unwrap_or(&device).into();
+        Unserved { dtype: format!("{dtype:?}").to_lowercase(), device }
+    }
+
+    /// Refuses a tensor that is not f32 in the memory of the host.
+    pub fn check<const D: usize>(tensor: &Tensor<D>) -> Result<(), Self> {
+        match tensor.dtype() == DType::F32 && tensor.device() == Device::flex() {
+            true => Ok(()),
+            false => Err(Unserved::new(tensor.dtype(), &tensor.device())),
+        }
+    }
+}
+
+/// The values of anybody's tensor, off the tape and contiguous, shared with it where that is possible.
+pub fn served<const D: usize>(tensor: Tensor<D>) -> Result<FlexTensor, Unserved> {
+    Unserved::check(&tensor)?;
+    let (dtype, device) = (tensor.dtype(), tensor.device());
+    let inner = tensor.inner().try_into_primitive::<Inner>();
+    inner.map(contiguous).map_err(|_| Unserved::new(dtype, &device))
+}
+
+/// Anybody's tensor as our operations take it.
+pub fn try_tape<const D: usize>(tensor: Tensor<D>) -> Result<Tracked, Unserved> {
+    let (dtype, device) = (tensor.dtype(), tensor.device());
+    tensor.autodiff().try_into_primitive::<Taped>().map_err(|_| Unserved::new(dtype, &device))
+}
+
 /// Leaves the tape: the values alone.
 pub fn untape<const D: usize>(tensor: Tensor<D>) -> FlexTensor {
     tape(tensor).into_primitive()

@@ -2,7 +2,7 @@
 //! gradient, a function of the user gets it, while the rest of the pass still runs.
 //! What must hold: every use of the weight is behind the hook, and the function only hands the gradient on (the tape is locked).
 
-use crate::flex::{Inner, Keep, Taped, contiguous, tape};
+use crate::flex::{Inner, Keep, Taped, Unserved, contiguous, try_tape};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -29,23 +29,24 @@ pub type OnGradient = Arc<dyn Fn(usize, FlexTensor) + Send + Sync>;
 /// let keep = seen.clone();
 /// let hooked = watch(weight, &input, 7, Arc::new(move |layer, gradient| {
 ///     keep.lock().unwrap().push((layer, gradient.storage::<f32>().to_vec()));
-/// }));
+/// }))?;
 /// input.matmul(hooked).sum().backward();
 /// assert_eq!(*seen.lock().unwrap(), [(7, vec![1.0; 6])]);
+/// # Ok::<(), redsync_burn::flex::Unserved>(())
 /// ```
 pub fn watch<const D: usize, const E: usize>(
     weight: Tensor<D>,
     input: &Tensor<E>,
     layer: usize,
     on_gradient: OnGradient,
-) -> Tensor<D> {
-    let (weight, input) = (tape(weight), tape(input.clone()));
+) -> Result<Tensor<D>, Unserved> {
+    let (weight, input) = (try_tape(weight)?, try_tape(input.clone())?);
     let prepared = Hook.prepare::<Keep>([weight.node(), input.node()]).compute_bound().stateful();
     let value = weight.primitive().clone();
-    Tensor::from_primitive::<Taped>(match prepared {
+    Ok(Tensor::from_primitive::<Taped>(match prepared {
         OpsKind::Tracked(node) => node.finish(Watched { layer, on_gradient }, value),
         OpsKind::UnTracked(node) => node.finish(value),
-    })
+    }))
 }
 
 #[derive(Debug)]

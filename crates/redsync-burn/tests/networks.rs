@@ -127,10 +127,14 @@ fn hooked_and_plain_gradients_are_the_same_bits() {
         keep.lock().expect("no panic").push((layer, values(&gradient).to_vec()))
     });
     let x = batch();
-    let hidden =
-        conv2d(x.clone(), watch(filter().require_grad(), &x, 0, on_gradient.clone()), None, options());
+    let hidden = conv2d(
+        x.clone(),
+        watch(filter().require_grad(), &x, 0, on_gradient.clone()).expect("the device"),
+        None,
+        options(),
+    );
     let flat = hidden.flatten::<2>(1, 3);
-    let watched = watch(full().require_grad(), &flat, 1, on_gradient);
+    let watched = watch(full().require_grad(), &flat, 1, on_gradient).expect("the device");
     drop(flat.matmul(watched).powi_scalar(2).sum().backward());
     let seen = order.lock().expect("no panic");
     assert_eq!(
@@ -150,6 +154,7 @@ fn parameters_are_those_that_the_engine_knows_by_the_same_name() {
             "lstm-ptb" => Input::Words { vocabulary: 10_000 },
             "lstm-wiki2" => Input::Words { vocabulary: 33_278 },
             "gpt-tiny" | "gpt-small" => Input::Words { vocabulary: 256 },
+            "digits-cnn" => Input::Images { shape: [1, 8, 8], classes: 10 },
             "vgg16-cifar" | "resnet44" => Input::Images { shape: [3, 32, 32], classes: 10 },
             _ => Input::Images { shape: [3, 224, 224], classes: 1000 },
         };
@@ -181,11 +186,11 @@ fn names_and_data_that_do_not_fit_are_refused_in_one_line() {
         Architecture::named(name).expect("known").build(name, input).expect_err("no fit").to_string()
     };
     let words = Input::Words { vocabulary: 10 };
-    assert_eq!(build("vgg-small", words), "the model vgg-small takes images, and the data are words");
+    assert_eq!(build("vgg-small", words), "the model vgg-small takes images, but the data are words");
     let tiny = Input::Images { shape: [1, 8, 8], classes: 10 };
-    assert_eq!(build("lstm-small", tiny), "the model lstm-small takes words, and the data are images");
+    assert_eq!(build("lstm-small", tiny), "the model lstm-small takes words, but the data are images");
     assert_eq!(
         build("vgg16-cifar", tiny),
-        "the model vgg16-cifar needs images of at least 32 x 32, and the data have 8 x 8"
+        "the model vgg16-cifar needs images of at least 32 x 32, but the data have 8 x 8"
     );
 }

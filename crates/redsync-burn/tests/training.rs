@@ -6,7 +6,7 @@ use redsync_burn::train::{
 use redsync_comm::local;
 use redsync_data::{DataSet, Places};
 use redsync_engine::cost::{Compute, Decompression, Line, Network, Platform, Rates, Selection};
-use redsync_engine::{Figures, Method};
+use redsync_engine::{Exchange, Figures, Method};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -130,9 +130,66 @@ fn a_training_stopped_anywhere_resumes_to_the_same_bits() {
 }
 
 #[test]
+fn a_training_by_owners_learns_digits_and_resumes_to_the_same_bits() {
+    let owners = |settings: Settings| Settings { exchange: Some(Exchange::Owners), ..settings };
+    resumes_to_the_same_bits(|dir| owners(with_checkpoint(dir)), &[37]);
+    let ended = run(&owners(Settings { epochs: 8, ..digits() }), 4);
+    assert!(ended.summary.end.metric > 0.93, "accuracy {}", ended.summary.end.metric);
+    let dir = tempfile::tempdir().expect("a directory");
+    run(&owners(Settings { stop_after: Some(40), batch_size: 16, ..with_checkpoint(dir.path()) }), 4);
+    let other = Settings { resume: true, batch_size: 32, ..with_checkpoint(dir.path()) };
+    assert!(run(&owners(other.clone()), 2).summary.end.metric > 0.8);
+}
+
+#[test]
 fn a_training_with_adamw_resumes_to_the_same_bits() {
     let adamw = |dir: &Path| Settings { beta2: 0.97, ..with_checkpoint(dir).for_adamw() };
     resumes_to_the_same_bits(adamw, &[5, 37]);
+}
+
+/// Local steps of seven, which no epoch of 23 is a multiple of.
+fn with_local_steps(dir: &Path) -> Settings {
+    let adamw = Settings { momentum: 0.9, lr: 0.002, ..with_checkpoint(dir) };
+    Settings { optimizer: Optimizer::AdamW, warm_up: WarmUp::Ramp(1.0), ..adamw.for_local_steps(7) }
+}
+
+#[test]
+fn local_steps_resume_to_the_same_bits_also_between_two_exchanges() {
+    // Behind an exchange, between two, and at the end of an epoch, where there is one in any case.
+    resumes_to_the_same_bits(with_local_steps, &[7, 26, 46]);
+}
+
+#[test]
+fn local_steps_learn_digits_by_any_optimizer() {
+    for optimizer in [Optimizer::AdamW, Optimizer::Nesterov] {
+        let rate = if optimizer == Optimizer::AdamW { 0.002 } else { digits().lr };
+        let settings = Settings { epochs: 8, optimizer, lr: rate, ..digits() };
+        let ended = run(&settings.for_local_steps(8), 4);
+        assert!(ended.summary.end.metric > 0.93, "{optimizer:?}: accuracy {}", ended.summary.end.metric);
+        assert!(ended.summary.bytes_sent * 300 < ended.summary.dense_bytes, "{optimizer:?}");
+    }
+}
+
+#[test]
+fn one_worker_that_averages_its_weights_with_nobody_trains_as_without_local_steps() {
+    let plain = Settings { epochs: 2, method: Method::Sgd, ..digits() };
+    let local = Settings { every: Some(5), ..plain.clone() };
+    let (plain, local) = (run(&plain, 1).summary, run(&local, 1).summary);
+    for (a, b) in plain.epochs.iter().zip(&local.epochs) {
+        assert!((a.loss - b.loss).abs() < 1e-3 * a.loss.max(0.1), "{} and {}", a.loss, b.loss);
+    }
+}
+
+#[test]
+fn local_steps_go_on_with_another_number_of_workers_behind_an_exchange_only() {
+    let ends = |stop: u64| {
+        let dir = tempfile::tempdir().expect("a directory");
+        run(&Settings { stop_after: Some(stop), batch_size: 16, ..with_local_steps(dir.path()) }, 4);
+        let other = Settings { resume: true, batch_size: 32, ..with_local_steps(dir.path()) };
+        all(&other, 2).remove(0).map(|ended| ended.summary.end.metric).map_err(|error| error.to_string())
+    };
+    assert!(ends(30).expect("23 steps of an epoch and seven") > 0.6);
+    assert!(ends(28).expect_err("a refusal").contains("between two exchanges"));
 }
 
 fn resumes_to_the_same_bits(settings: impl Fn(&Path) -> Settings, stops: &[u64]) {
@@ -307,10 +364,16 @@ fn flipped(bytes: &[u8], at: usize) -> Vec<u8> {
 #[test]
 fn settings_that_make_no_sense_are_refused() {
     for (wrong, why) in [
-        (Settings { lr: -1.0, ..digits() }, "lr is -1, and must be positive"),
-        (Settings { density: 1.5, ..digits() }, "density is 1.5, and cannot be above 1"),
-        (Settings { batch_size: 0, ..digits() }, "batch-size is 0, and must be at least 1"),
-        (Settings { momentum: 1.0, ..digits() }, "momentum is 1, and must lie in 0 .. 1"),
+        (Settings { lr: -1.0, ..digits() }, "lr must be a positive number, got -1"),
+        (Settings { density: 1.5, ..digits() }, "density must be at most 1, got 1.5"),
+        (Settings { batch_size: 0, ..digits() }, "batch-size must be at least 1, got 0"),
+        (Settings { momentum: 1.0, ..digits() }, "momentum must be at least 0 and below 1, got 1"),
+        (digits().for_local_steps(0), "every must be at least 1, got 0"),
+        (Settings { keep: 0.0, ..digits().for_local_steps(4) }, "keep must be above 0 and at most 1, got 0"),
+        (
+            Settings { keep: 0.5, ..digits() },
+            "keep and outer-rate are options of local steps: give every, too",
+        ),
     ] {
         assert_eq!(error(&wrong), why);
     }

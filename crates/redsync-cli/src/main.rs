@@ -34,7 +34,12 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train a network, by default a small one on handwritten digits with 4 workers
+    /// Train a network; without any option, a small one dense and compressed, side by side
+    ///
+    /// Without any option it shows what compression is for, in about a minute and without a network: 4 workers, as threads of this
+    /// process, train a small network on handwritten digits, first dense and then compressed. The table at the end has the accuracy
+    /// and the bytes of both, and what a step would take on 100 Mbit/s, 1 Gbit/s and 10 Gbit/s. With any option it trains once, as
+    /// the options say; `redsync train --seed 1` is the second of them.
     Train(train::Train),
     /// Train by several methods, the rest being equal, and show them side by side
     Compare(train::Compare),

@@ -44,6 +44,9 @@ pub struct File {
     pub start: f64,
     #[serde(default = "yes")]
     pub background: bool,
+    /// Ranks that share a host and its link.
+    #[serde(default = "single")]
+    pub ranks_per_host: usize,
     pub network: Network,
     /// The platform whose rates are used, instead of `rates`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -54,6 +57,10 @@ pub struct File {
 
 fn one() -> f64 {
     1.0
+}
+
+fn single() -> usize {
+    1
 }
 
 fn yes() -> bool {
@@ -92,6 +99,7 @@ pub fn load(which: &str) -> Result<Described> {
         contention: file.contention,
         start: file.start,
         background: file.background,
+        ranks_per_host: file.ranks_per_host,
         network: file.network,
         rates,
     };
@@ -155,6 +163,7 @@ pub fn save(path: &Path, platform: &Platform) -> Result<()> {
         contention: platform.contention,
         start: platform.start,
         background: platform.background,
+        ranks_per_host: platform.ranks_per_host,
         network: platform.network.clone(),
         rates_of: None,
         rates: Some(platform.rates),

@@ -16,16 +16,18 @@ fn output_of(dir: &Path, name: &str, arguments: &[&str]) -> PathBuf {
 }
 
 /// The metrics of a short run, as `redsync train` writes them.
-fn metrics(dir: &Path, method: &str, seed: u64) -> PathBuf {
-    let run = dir.join(format!("run-{seed}"));
-    std::fs::create_dir(&run).unwrap();
-    let ms = json!({"forward": 10, "backward": 20, "select": 3, "encode": 0.2, "exchange": 5, "decode": 0.3, "apply": 1, "update": 2});
+fn metrics(runs: &Path, method: &str, seed: u64, bytes: u64) {
+    let run = runs.join(format!("run-{seed}"));
+    std::fs::create_dir_all(&run).unwrap();
+    let ms = json!({"forward": 10, "backward": 20, "select": 3, "encode": 0.2, "exchange": 5, "decode": 0.3, "apply": 1, "update": 2,
+                    "total": 40});
     let mut lines =
         vec![json!({"kind": "run", "model": "vgg-small", "data": "cifar10", "method": method, "workers": 4,
                                 "seed": seed, "parameters": 3_000_000})];
     for epoch in 1..=8 {
         let loss = 2.0 / f64::from(epoch) + 0.1 * seed as f64;
-        lines.push(json!({"kind": "step", "epoch": epoch, "ms": ms, "exposed_ms": 1.5}));
+        lines.push(json!({"kind": "step", "epoch": epoch, "step": 20 * epoch, "loss": loss, "ms": ms, "exposed_ms": 1.5,
+                          "bytes_sent": bytes, "dense_bytes": 12_000_000}));
         for layer in 1..=3 {
             lines.push(json!({"kind": "layer", "epoch": epoch, "name": format!("features.{layer}.weight"),
                               "size": 100_000 * layer, "choice": "sparse", "density": 0.001,
@@ -37,14 +39,15 @@ fn metrics(dir: &Path, method: &str, seed: u64) -> PathBuf {
     lines.push(json!({"kind": "final", "loss": 0.3, "metric": 0.9, "bytes_sent": 1e6, "dense_bytes": 9e8, "seconds": {"total": 24}}));
     let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
     std::fs::write(run.join("metrics.jsonl"), text).unwrap();
-    run
 }
 
 fn report(dir: &Path) -> PathBuf {
     let plan = ["plan", "--platform", "10gbe", "--model", "vgg16-cifar", "--ranks", "2", "--json"];
+    let runs = dir.join("runs");
+    metrics(&runs, "sgd", 1, 12_000_000);
+    metrics(&runs, "rgc+asq", 2, 9_000);
     let inputs = [
-        metrics(dir, "sgd", 1),
-        metrics(dir, "rgc+asq", 2),
+        runs,
         output_of(
             dir,
             "simulate.json",
@@ -109,6 +112,10 @@ const ORANGE: [u8; 3] = [0xe6, 0x9f, 0x00];
 fn charts_are_drawn_in_the_light_and_in_the_dark() {
     let dir = tempfile::tempdir().unwrap();
     let page = report(dir.path());
+    let html = std::fs::read_to_string(&page).unwrap();
+    for title in ["training loss against bytes", "training loss against time", "rgc+asq, owners"] {
+        assert!(html.contains(title), "{title}");
+    }
     let window = "--window-size=1200,3200";
     let light =
         screenshot(dir.path(), &page, "light.png", &[window, "--blink-settings=preferredColorScheme=1"]);

@@ -43,7 +43,7 @@ fn bad_input_is_one_clear_line_and_status_2() {
     assert!(one_line(&["plan", "--platform", "nowhere"], 2).contains("unknown platform nowhere"));
     assert!(one_line(&["simulate", "--platform", "11gbe"], 2).contains("unknown platform 11gbe"));
     assert!(one_line(&["simulate", "--layers", empty], 2).contains("no layers"));
-    assert!(one_line(&["simulate", "--platform", "cpu-core"], 2).contains("say --backward-ms"));
+    assert!(one_line(&["simulate", "--platform", "cpu-core"], 2).contains("give --backward-ms"));
     assert!(refusal(&["plan", "--model", "alexnt"], 2).contains("alexnet"));
     assert!(refusal(&["plan", "--ranks", "0"], 2).contains("--ranks"));
     assert!(refusal(&["plan", "--backward-ms=-1"], 2).contains("--backward-ms"));
@@ -95,12 +95,26 @@ fn a_simulation_has_every_method_and_number_of_ranks() {
     let simulation = json(&["simulate", "--model", "vgg16", "--platform", "piz-daint", "--json"]);
     let curves = simulation["curves"].as_array().unwrap();
     let names: Vec<&str> = curves.iter().map(|curve| curve["method"].as_str().unwrap()).collect();
-    assert_eq!(names, ["sgd", "rgc", "rgc+asq", "rgc-naive"]);
+    assert_eq!(names, ["sgd", "rgc", "rgc+asq", "rgc-naive", "rgc+asq, owners", "auto"]);
     for curve in curves {
         let rows = curve["rows"].as_array().unwrap();
         let ranks: Vec<u64> = rows.iter().map(|row| row["ranks"].as_u64().unwrap()).collect();
         assert_eq!(ranks, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]);
     }
+}
+
+#[test]
+fn a_simulation_of_adamw_has_its_methods_and_local_steps() {
+    let arguments =
+        ["--model", "gpt-small", "--platform", "10gbe", "--optimizer", "adamw", "--every", "8,30"];
+    let rest = ["--backward-ms", "100", "--ranks", "4,16", "--json"];
+    let simulation = json(&[&["simulate"], &arguments[..], &rest].concat());
+    let curves = simulation["curves"].as_array().unwrap();
+    let names: Vec<&str> = curves.iter().map(|curve| curve["method"].as_str().unwrap()).collect();
+    assert_eq!(names, ["sgd", "rgc", "rgc+2bit", "every 8", "every 30", "rgc+2bit, owners", "auto"]);
+    assert_eq!(simulation["density"], 0.01);
+    let bytes = |at: usize| curves[at]["rows"][1]["bytes_on_link"].as_f64().unwrap();
+    assert!(bytes(2) > bytes(3) && bytes(3) > bytes(4));
 }
 
 fn save(dir: &Path, name: &str, arguments: &[&str]) -> String {

@@ -65,6 +65,38 @@ fn the_summary_is_one_json_document_with_all_that_was_promised() {
 }
 
 #[test]
+fn without_options_the_same_training_runs_dense_and_compressed_and_one_table_compares_them() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let output = redsync(dir.path(), &["train"]);
+    let said = String::from_utf8(output.stdout).expect("text");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let cells = |what: &str| -> Vec<String> {
+        let line = said.lines().find(|line| line.contains(what)).unwrap_or_else(|| panic!("{what}: {said}"));
+        line.split(['│', '┆']).map(|cell| cell.trim().to_string()).filter(|cell| !cell.is_empty()).collect()
+    };
+    let percent = |cell: &str| cell.trim_end_matches('%').parse::<f64>().expect("percent");
+    let [_, dense, compressed] = &cells("accuracy on the test data")[..] else { panic!("{said}") };
+    assert!(percent(dense) > 95.0 && percent(compressed) > percent(dense) - 1.5, "{said}");
+    let sent = cells("sent by each worker");
+    let ratio: f64 = sent[3].trim_start_matches("1/").parse().expect("a ratio");
+    assert!(sent[1] == "1.45 GB" && ratio > 400.0, "{sent:?}");
+    let gain = |network: &str| cells(network)[3].trim_end_matches(" x").parse::<f64>().expect("a gain");
+    let gains = ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"].map(gain);
+    assert!(gains[0] > gains[1] && gains[1] > gains[2], "{gains:?}");
+    let end = |method: &str| {
+        let text = std::fs::read_to_string(
+            dir.path().join("runs/digits-cnn-001").join(method).join("metrics.jsonl"),
+        );
+        serde_json::from_str::<Value>(text.expect("metrics").lines().last().expect("a line")).expect("JSON")
+    };
+    for method in ["sgd", "rgc+asq"] {
+        let hash = end(method)["replica_hash"].as_str().expect("a hash").to_string();
+        assert!(said.contains(&hash), "{method} {hash}: {said}");
+    }
+    assert!(said.contains("Next: `redsync report runs/digits-cnn-001`"), "{said}");
+}
+
+#[test]
 fn compare_runs_every_method_on_the_same_seed() {
     let dir = tempfile::tempdir().expect("a directory");
     let list = json(&redsync(
@@ -86,20 +118,23 @@ fn wrong_names_are_refused_with_the_nearest_right_one() {
         ("--data=cifar1", "unknown data set cifar1: did you mean cifar10?"),
         ("--method=rcg", "unknown method rcg: did you mean rgc?"),
         ("--optimizer=adam", "unknown optimizer adam: did you mean adamw?"),
-        ("--beta2=0.9", "beta2 is adamw's: give --optimizer adamw"),
+        ("--beta2=0.9", "beta2 is an option of adamw: give --optimizer adamw, too"),
         ("--schedule=cosin", "unknown schedule cosin: did you mean cosine?"),
         ("--warm-up=rampe", "unknown warm-up rampe: did you mean ramp?"),
-        ("--comm=mpo", "unknown engine mpo for --comm: did you mean mpi?"),
-        ("--lr=-1", "lr is -1, and must be positive"),
-        ("--workers=0", "workers is 0, and must be at least 1"),
-        ("--resume", "--resume needs --checkpoint-dir, to know where from"),
-        ("--threads=0", "threads is 0, and must be at least 1"),
-        ("--checkpoint-every=2", "--checkpoint-every needs --checkpoint-dir, to know where"),
+        ("--comm=mpo", "unknown communicator mpo for --comm: did you mean mpi?"),
+        ("--lr=-1", "lr must be a positive number, got -1"),
+        ("--workers=0", "workers must be at least 1, got 0"),
+        ("--resume", "--resume needs --checkpoint-dir: the directory to continue from"),
+        ("--threads=0", "threads must be at least 1, got 0"),
+        ("--checkpoint-every=2", "--checkpoint-every needs --checkpoint-dir: the directory to write to"),
     ] {
         assert_eq!(refusal(dir.path(), &["train", arg]), (2, expected.to_string()));
     }
     let both = refusal(dir.path(), &["train", "--auto", "--paper"]);
-    assert_eq!(both, (2, "--auto has nothing left to decide with --paper: give one of both".to_string()));
+    assert_eq!(
+        both,
+        (2, "--auto and --paper cannot be combined: both decide which layers are compressed".to_string())
+    );
     assert!(!dir.path().join("runs").exists(), "a refused run leaves nothing behind");
 }
 
@@ -139,7 +174,7 @@ fn missing_and_damaged_data_say_what_to_do() {
     let (status, line) = refusal(dir.path(), &["train", "--model", "vgg-small", "--data-dir", "."]);
     assert!(status == 1 && line.contains("data_batch_1.bin"), "{line}");
     let (status, line) = refusal(dir.path(), &["train", "--model", "lstm-small", "--data", "digits"]);
-    assert_eq!((status, &*line), (1, "the model lstm-small takes words, and the data are images"));
+    assert_eq!((status, &*line), (1, "the model lstm-small takes words, but the data are images"));
 }
 
 #[test]
@@ -159,7 +194,11 @@ fn a_run_that_was_stopped_is_told_and_resumed_to_the_same_weights() {
     assert_eq!(metrics().lines().filter(|line| line.starts_with("{\"kind\":\"epoch\"")).count(), 2);
     let before = metrics();
     let (status, line) = refusal(dir.path(), &[&base[..], &["--out", "a"]].concat());
-    assert!(status == 1 && line.contains("metrics.jsonl is of another run: give another --out"), "{line}");
+    assert!(
+        status == 1
+            && line.contains("metrics.jsonl belongs to another run: choose another directory with --out"),
+        "{line}"
+    );
     assert_eq!(metrics(), before);
     let (status, line) = refusal(dir.path(), &[&base[..], &["--checkpoint-dir", "kept"]].concat());
     assert!(status == 1 && line.contains("is there already"), "{line}");

@@ -32,6 +32,14 @@ impl Gathered {
         self.messages.len()
     }
 
+    /// The messages of some ranks, in the order of these.
+    ///
+    /// # Panics
+    /// When the group has no such rank.
+    pub fn of(self, ranks: &[usize]) -> Gathered {
+        Gathered { messages: ranks.iter().map(|rank| Arc::clone(&self.messages[*rank])).collect() }
+    }
+
     /// Gives back the buffers that nobody else holds, for reuse. Their contents and number mean nothing.
     pub fn reclaim(self) -> Vec<Vec<u8>> {
         self.messages.into_iter().filter_map(Arc::into_inner).collect()

@@ -40,6 +40,7 @@
 //! # Ok::<(), CommError>(())
 //! ```
 
+mod among;
 mod call;
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -51,6 +52,7 @@ mod pending;
 mod slot;
 pub mod sum;
 
+pub use among::Among;
 pub use call::{Call, Kind, Tag};
 pub use error::CommError;
 pub use gathered::Gathered;
@@ -59,7 +61,7 @@ pub use slot::Slot;
 
 /// One rank's place in a group, and the collectives it can start there.
 ///
-/// All four collectives return at once. They may be started from any thread; ranks must agree on the order.
+/// All collectives return at once. They may be started from any thread; ranks must agree on the order.
 pub trait Communicator: Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;
@@ -79,6 +81,11 @@ pub trait Communicator: Send + Sync {
     /// Starts an all-to-all of variable lengths: message i goes to rank i, and every rank receives one from each, its own
     /// included. Another number of messages than ranks is a [`CommError::Engine`]; the collective is not started then.
     fn alltoall(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered>;
+
+    /// The same where most messages are empty: an engine need not make room for them.
+    fn alltoall_few(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered> {
+        self.alltoall(tag, messages)
+    }
 
     /// Starts a barrier: it is done when every rank has started it.
     fn barrier(&self, tag: Tag) -> Pending<()>;

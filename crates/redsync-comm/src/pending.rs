@@ -44,6 +44,36 @@ impl<T: Send + 'static> Pending<T> {
     }
 }
 
+impl<T: Send + 'static> Pending<T> {
+    /// The same collective, with something else made of its result.
+    pub fn map<U: Send + 'static>(self, change: impl FnOnce(T) -> U + Send + 'static) -> Pending<U> {
+        self.and_then(|result| Ok(change(result)))
+    }
+
+    /// The same, where that may fail.
+    pub fn and_then<U: Send + 'static>(
+        self,
+        change: impl FnOnce(T) -> Result<U, CommError> + Send + 'static,
+    ) -> Pending<U> {
+        Pending::new(Changed { pending: self, change })
+    }
+}
+
+struct Changed<T, F> {
+    pending: Pending<T>,
+    change: F,
+}
+
+impl<T: Send + 'static, U, F: FnOnce(T) -> Result<U, CommError> + Send> Operation<U> for Changed<T, F> {
+    fn poll(&mut self) -> bool {
+        self.pending.poll()
+    }
+
+    fn wait(self: Box<Self>, deadline: Duration) -> Result<U, CommError> {
+        self.pending.wait(deadline).and_then(self.change)
+    }
+}
+
 impl<T> std::fmt::Debug for Pending<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pending").finish_non_exhaustive()

@@ -1,8 +1,8 @@
 //! The conformance suite on threads, with 1 to 8 ranks, and what only this engine promises.
 
 use redsync_comm::conformance::{BREAKING, Breaking, HEALTHY, LONG, Seat};
-use redsync_comm::{CommError, Communicator, Tag, local, mpi};
-use std::sync::{Condvar, Mutex};
+use redsync_comm::{Among, CommError, Communicator, Tag, local, mpi};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::Scope;
 use std::time::Duration;
 
@@ -44,6 +44,17 @@ fn the_healthy_cases_hold_on_1_to_8_ranks() {
             start(scope, name, || (1..=8).for_each(|size| on_all_ranks(name, size, |comm| case(&*comm))));
         }
     });
+}
+
+#[test]
+fn the_healthy_cases_hold_for_two_groups_within_one() {
+    let within = |size: usize, case: redsync_comm::conformance::Healthy| {
+        on_all_ranks("within", 2 * size, |comm| {
+            let members = (0..size).map(|member| 2 * member + comm.rank() % 2).collect();
+            case(&Among::new(Arc::from(comm), members));
+        });
+    };
+    HEALTHY.iter().for_each(|(_, case)| (1..=4).for_each(|size| within(size, *case)));
 }
 
 #[test]

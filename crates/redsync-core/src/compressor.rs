@@ -2,16 +2,16 @@
 //! What must hold: an input that is refused is not accumulated and nothing of it is sent.
 
 use crate::density::Density;
-use crate::error::{Bad, ConfigError, LayerError, Unfit};
+use crate::error::{ConfigError, LayerError, Unfit};
 use crate::gradient::Gradient;
-use crate::kernel::Key;
 use crate::phase::Phase;
-use crate::quantize::{Values, asq, eight_bit, multiple, round, two_bit};
+use crate::quantize::Values;
 use crate::residual::{Momentum, Residual, Second};
 use crate::select::{Memory, Selector};
+use crate::sender::Sender;
 use crate::sparse::Sparse;
 use crate::wire::{FrameWriter, IndexCode, Shape};
-use crate::workspace::{View, Workspace};
+use crate::workspace::Workspace;
 
 /// What can be chosen for a layer.
 ///
@@ -36,6 +36,8 @@ pub struct Config {
     pub ranks: usize,
     /// Clear the momentum of what was sent.
     pub masking: bool,
+    /// How much of what waits is still there at the next step: 1 if nothing is forgotten. Above 0, at most 1.
+    pub keep: f32,
     /// Keep u and v of the step before, which costs a second u and v and about half a pass over memory: the last step can
     /// be taken back, and a refused gradient leaves exactly the old state in a layer of any size. Without it that holds up
     /// to 65,536 elements; from a larger layer the refused gradient is subtracted again, with the rounding of f32, and zero
@@ -55,7 +57,7 @@ pub struct Sending {
 }
 
 impl Default for Config {
-    /// 0.1%, carried threshold, f32 values, Rice-coded indices, no momentum, masking, no undo.
+    /// 0.1%, carried threshold, f32 values, Rice-coded indices, no momentum, masking, nothing forgotten, no undo.
     fn default() -> Self {
         Config {
             density: Density::default(),
@@ -65,13 +67,14 @@ impl Default for Config {
             momentum: Momentum::default(),
             ranks: 1,
             masking: true,
+            keep: 1.0,
             undo: false,
         }
     }
 }
 
 impl Config {
-    fn check(&self, n: usize) -> Result<u32, ConfigError> {
+    pub(crate) fn check(&self, n: usize) -> Result<u32, ConfigError> {
         self.momentum.check().map_err(|why| match why {
             Unfit::Eps(eps) => ConfigError::Eps(eps),
             Unfit::Coefficient(coefficient) => ConfigError::Momentum(coefficient),
@@ -82,6 +85,9 @@ impl Config {
         }
         if self.indices == IndexCode::Every && self.values.is_quantized() {
             return Err(ConfigError::EveryQuantized);
+        }
+        if !(self.keep > 0.0 && self.keep <= 1.0) {
+            return Err(ConfigError::Keep(self.keep));
         }
         u32::try_from(n).map_err(|_| ConfigError::TooLong(n))
     }
@@ -106,54 +112,30 @@ impl Config {
 /// ```
 #[derive(Debug)]
 pub struct Compressor {
-    layer: u32,
-    name: String,
-    n: u32,
-    config: Config,
+    sender: Sender,
     residual: Residual,
-    memory: Memory,
-    /// The learning rate of the step at which v was last accumulated, in whose units it is; None if nobody told it.
-    rate: Option<f32>,
-    /// The rate of the steps to come.
-    next_rate: Option<f32>,
-    /// Memory and rate before the last step.
-    before: (Memory, Option<f32>),
-    /// Counts what changed v: candidates that were found in an earlier one are void.
-    changes: u64,
 }
 
 impl Compressor {
     /// A compressor with an empty residual. `layer` is its number, `name` appears in errors.
     pub fn new(layer: u32, name: impl Into<String>, n: usize, config: Config) -> Result<Self, ConfigError> {
-        let memory = Memory::default();
-        let residual = |n: u32| Residual::new(n as usize, config.momentum, config.ranks, config.undo);
-        config.check(n).map(|n| Compressor {
-            layer,
-            name: name.into(),
-            n,
-            config,
-            residual: residual(n),
-            memory,
-            rate: None,
-            next_rate: None,
-            before: (memory, None),
-            changes: 0,
-        })
+        let sender = Sender::new(layer, name, n, config)?;
+        Ok(Compressor { sender, residual: Residual::new(n, config.momentum, config.ranks, config.undo) })
     }
 
     /// The layer's number.
     pub fn layer(&self) -> u32 {
-        self.layer
+        self.sender.layer()
     }
 
     /// The layer's name.
     pub fn name(&self) -> &str {
-        &self.name
+        self.sender.name()
     }
 
     /// What was chosen.
     pub fn config(&self) -> &Config {
-        &self.config
+        self.sender.config()
     }
 
     /// u and v.
@@ -163,12 +145,12 @@ impl Compressor {
 
     /// What the selector remembers; with u and v it is the whole state of the layer.
     pub fn memory(&self) -> Memory {
-        self.memory
+        self.sender.memory()
     }
 
     /// The learning rate in whose units v is, if it was told: state like u and v.
     pub fn rate(&self) -> Option<f32> {
-        self.rate
+        self.sender.rate()
     }
 
     /// The learning rate at which what is sent from the next step on will be applied. What waits in v was accumulated at earlier
@@ -187,13 +169,7 @@ impl Compressor {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn set_rate(&mut self, rate: f32) -> Result<(), Unfit> {
-        if !(rate >= 0.0 && rate.is_finite()) {
-            return Err(Unfit::Rate(rate));
-        }
-        if rate > 0.0 {
-            self.next_rate = Some(rate);
-        }
-        Ok(())
+        self.sender.set_rate(rate)
     }
 
     /// Replaces the whole state of the layer, as read from a checkpoint; after an error nothing has changed.
@@ -205,37 +181,39 @@ impl Compressor {
         memory: Memory,
         rate: Option<f32>,
     ) -> Result<(), Unfit> {
-        if let Some(rate) = rate.filter(|rate| !(*rate > 0.0 && rate.is_finite())) {
-            return Err(Unfit::Rate(rate));
-        }
+        Sender::check_rate(rate)?;
         self.residual.restore(u, v, second)?;
-        (self.memory, self.rate, self.changes) = (memory, rate, self.changes + 1);
+        self.sender.restore(memory, rate);
         Ok(())
     }
 
     /// Takes over from dense training; see [`Residual::adopt_momentum`].
     pub fn adopt_momentum(&mut self, buffer: &[f32], ranks: usize) -> Result<(), Unfit> {
         self.residual.adopt_momentum(buffer, ranks)?;
-        self.changes += 1;
+        self.sender.changed();
         Ok(())
     }
 
     /// Takes over from Adam; see [`Residual::adopt_adam`].
     pub fn adopt_adam(&mut self, m: &[f32], q: &[f32], steps: u64) -> Result<(), Unfit> {
         self.residual.adopt_adam(m, q, steps)?;
-        self.changes += 1;
+        self.sender.changed();
         Ok(())
     }
 
-    /// A part of the second moment by which momentum is divided from the next step on; see [`Residual::give_second`].
-    pub fn give_second(&mut self, begin: usize, values: &[f32]) -> Result<(), Unfit> {
+    /// What the other ranks tell of their second moments; see [`Residual::give_second`].
+    pub fn give_second(&mut self, begin: usize, values: &[f32]) -> Result<Option<Vec<f32>>, Unfit> {
         self.residual.give_second(begin, values)
+    }
+
+    /// Takes that back; see [`Residual::withdraw_second`].
+    pub fn withdraw_second(&mut self, begin: usize, old: Option<&[f32]>) -> Result<(), Unfit> {
+        self.residual.withdraw_second(begin, old)
     }
 
     /// Changes what is sent from the next step on, for a warm-up; u and v stay.
     pub fn set_sending(&mut self, sending: Sending) {
-        let Sending { density, values, masking } = sending;
-        (self.config.density, self.config.values, self.config.masking) = (density, values, masking);
+        self.sender.set_sending(sending);
     }
 
     /// Changes the coefficient of the momentum between steps; its form, plain or Nesterov, stays. After an error nothing has
@@ -243,19 +221,18 @@ impl Compressor {
     pub fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {
         momentum.check()?;
         self.residual.set_momentum(momentum)?;
-        self.config.momentum = momentum;
+        self.sender.set_momentum(momentum);
         Ok(())
     }
 
     /// The signs that compete at a step.
     pub fn phase(&self, step: u64) -> Phase {
-        self.config.values.phase(step)
+        self.sender.phase(step)
     }
 
     /// What a reader has to know of the layer's message of a step.
     pub fn shape(&self, step: u64) -> Shape {
-        let Config { indices, values, .. } = self.config;
-        Shape { n: self.n, phase: self.phase(step), indices, values }
+        self.sender.shape(step)
     }
 
     /// Accumulates `scale` times the gradient (`scale` is 1/N), chooses what to send, adds it to the frame as a message
@@ -277,7 +254,7 @@ impl Compressor {
     }
 
     /// Accumulates `scale` times the gradient, once or several times before a selection, and finds in the same pass what the
-    /// selection of this step will want to know; that stays in the workspace.
+    /// selection of this step will want to know; that stays in the workspace. What is forgotten ([`Config::keep`]) is forgotten each time.
     ///
     /// ```
     /// use redsync_core::{Compressor, Config, Gradient, Workspace};
@@ -296,25 +273,11 @@ impl Compressor {
         scale: f32,
         workspace: &mut Workspace,
     ) -> Result<(), LayerError> {
-        let refuse = |why| LayerError { layer: self.name.clone(), step, why };
-        if !scale.is_finite() {
-            return Err(refuse(Bad::Scale(scale)));
-        }
-        let (phase, k) = (self.phase(step), self.config.density.k(self.n as usize));
-        // Where everything is sent, nothing need be found.
-        let everything = self.config.indices == IndexCode::Every;
-        let selector = if everything { Selector::Exact } else { self.config.selector };
-        let carry = match (self.rate, self.next_rate) {
-            (Some(was), Some(is)) => was / is,
-            _ => 1.0,
-        };
-        let memory = self.memory.scaled(carry);
-        let wanted = selector.wants(&memory, phase, k);
-        workspace.found_in = None;
-        self.residual.accumulate(gradient, scale, carry, phase, wanted, workspace).map_err(refuse)?;
-        (self.before, self.changes) = ((self.memory, self.rate), self.changes + 1);
-        (self.memory, self.rate) = (memory, self.next_rate.or(self.rate));
-        workspace.found_in = Some(self.view(phase));
+        let look = self.sender.look(step, scale, workspace)?;
+        let outcome =
+            self.residual.accumulate(gradient, scale, look.carry, look.phase, look.wanted, workspace);
+        outcome.map_err(|why| self.sender.error(step, why))?;
+        self.sender.accumulated(look, workspace);
         Ok(())
     }
 
@@ -322,86 +285,32 @@ impl Compressor {
     /// workspace as [`Workspace::message`]. If the workspace served another layer since, or v changed, all of v is looked
     /// through.
     pub fn select(&mut self, step: u64, workspace: &mut Workspace) {
-        let Config { selector, values, masking, density, .. } = self.config;
-        let (phase, k) = (self.phase(step), density.k(self.n as usize));
-        if self.config.indices == IndexCode::Every {
-            workspace.found_in = None;
-            workspace.keys.clear();
-            workspace.keys.extend((0..self.n).zip(self.residual.v()).map(|(i, x)| Key::new(*x, i)));
-        } else if workspace.found_in.take() == Some(self.view(phase)) {
-            selector.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
-        } else {
-            Selector::Exact.finish(&mut self.memory, self.residual.v(), phase, k, workspace);
-        }
-        self.take_out(values, masking, phase, workspace);
-    }
-
-    /// What candidates are candidates of: this v, as it is, seen in a phase.
-    fn view(&self, phase: Phase) -> View {
-        View { v: self.residual.v().as_ptr().addr(), changes: self.changes, phase }
+        let mut v = self.residual.v();
+        let Ok(()) = self.sender.choose(step, &mut v, workspace);
+        self.residual.remove(self.sender.rests(workspace), self.sender.config().masking);
     }
 
     /// Gives elements that were taken out but not used back to the residual.
     pub fn give_back(&mut self, elements: &Sparse) -> Result<(), Unfit> {
-        let (expected, got) = (self.n as usize, elements.dense_len());
+        let (expected, got) = (self.sender.len(), elements.dense_len());
         if got != expected {
             return Err(Unfit::Length { what: "what is given back", expected, got });
         }
         self.residual.give_back(elements.iter());
-        self.changes += 1;
+        self.sender.changed();
         Ok(())
     }
 
     /// The last part of [`Compressor::compress`]: adds a sparse vector of this layer to a frame.
     pub fn encode(&self, message: &Sparse, frame: &mut FrameWriter) {
-        frame.push(message, self.config.indices, self.config.values);
-    }
-
-    /// Turns the chosen keys into the message and leaves in the residual what is not sent.
-    fn take_out(&mut self, values: Values, masking: bool, phase: Phase, workspace: &mut Workspace) {
-        let Workspace { keys, message, .. } = workspace;
-        message.reset(self.n, phase);
-        message.indices.extend(keys.iter().map(|key| key.index()));
-        let each = keys.iter().map(|key| (key.index(), key.value()));
-        match values {
-            Values::F32 => {
-                message.values.extend(keys.iter().map(|key| key.value()));
-                self.residual.remove(each.map(|(index, _)| (index, 0.0)), masking);
-            }
-            Values::Bf16 => {
-                message.values.extend(keys.iter().map(|key| round(key.value()).to_f32()));
-                let rest = |value: f32| value - round(value).to_f32();
-                self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
-            }
-            Values::EightBit => {
-                let scale = eight_bit(keys.iter().map(|key| key.value()));
-                let near = |value: f32| scale * f32::from(multiple(value, scale));
-                message.values.extend(keys.iter().map(|key| near(key.value())));
-                message.scale = Some(scale);
-                self.residual.remove(each.map(|(index, value)| (index, value - near(value))), masking);
-            }
-            Values::TwoBit => {
-                let levels = two_bit(keys.iter().map(|key| key.value()));
-                message.values.extend(keys.iter().map(|key| levels.of(key.value())));
-                message.levels = Some(levels.levels);
-                let rest = |value: f32| value - levels.of(value);
-                self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
-            }
-            Values::Asq | Values::AsqDropError => {
-                let mean = asq(keys);
-                message.mean = (!keys.is_empty()).then_some(mean);
-                let keep = values == Values::Asq;
-                let rest = |value: f32| if keep { value - mean } else { 0.0 };
-                self.residual.remove(each.map(|(index, value)| (index, rest(value))), masking);
-            }
-        }
+        self.sender.encode(message, frame);
     }
 
     /// Takes the last step back, as if its gradient had never come: for a step that failed elsewhere or is to be
     /// skipped. There is one to take back only with [`Config::undo`], and only once.
     pub fn roll_back(&mut self) -> Result<(), Unfit> {
         self.residual.roll_back()?;
-        ((self.memory, self.rate), self.changes) = (self.before, self.changes + 1);
+        self.sender.roll_back();
         Ok(())
     }
 }

@@ -26,7 +26,8 @@ impl Phase {
         if step.is_multiple_of(2) { Phase::Positive } else { Phase::Negative }
     }
 
-    pub(crate) fn lens(self) -> Lens {
+    /// How a pass sees elements in this phase.
+    pub fn lens(self) -> Lens {
         match self {
             Phase::Both => Lens { keep: 0x7fff_ffff, flip: 0 },
             Phase::Positive => Lens { keep: !0, flip: 0 },
@@ -56,8 +57,10 @@ impl std::fmt::Display for Phase {
 /// Two bit operations that turn "competes in this phase" into "is greater than a floor that is not negative": one
 /// loop serves all three phases.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Lens {
+pub struct Lens {
+    /// Bits of an element that stay.
     pub keep: u32,
+    /// Bits that are turned over then.
     pub flip: u32,
 }
 

@@ -19,7 +19,7 @@ use crate::select::Wanted;
 use crate::workspace::Workspace;
 
 /// Layers up to this size are copied before each pass.
-const COPIED: usize = 1 << 16;
+pub const COPIED: usize = 1 << 16;
 
 /// How gradients enter the residual.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
@@ -31,8 +31,9 @@ pub enum Momentum {
     Plain(f32),
     /// u = m*(u + g); v += u + g
     Nesterov(f32),
-    /// u = b1*u + (1-b1)*g; q = b2*q + (1-b2)*g^2; v += u/(1-b1^t) / (sqrt(S) + eps), where S is q/(1-b2^t) or a second moment that
-    /// was given. What is sent is linear in the gradients for a given S, so that what waits is not lost, as with momentum alone.
+    /// u = b1*u + (1-b1)*g; q = b2*q + (1-b2)*g^2; v += u/(1-b1^t) / (sqrt(S) + eps), where S is q/(1-b2^t), or,
+    /// once the other ranks have told theirs, the mean over the ranks, of which only this rank's part is of today. For a given S all is
+    /// linear in the gradients, so that what waits is not lost, as with momentum alone.
     Adam(Adam),
 }
 
@@ -69,17 +70,18 @@ impl Adam {
         }
     }
 
-    /// The numbers of step `t`, counted from 1, on one of `ranks` ranks, whose gradients carry 1/ranks.
-    fn at(self, t: u64, ranks: usize) -> Coefficients {
+    /// The numbers of step `t`, counted from 1, on one of `ranks` ranks, whose gradients carry 1/ranks. The second moment of this rank
+    /// is `share` of the one that counts.
+    fn at(self, t: u64, ranks: usize, share: f64) -> Coefficients {
         let (b1, b2) = (f64::from(self.beta1), f64::from(self.beta2));
-        let unbias = |b: f64| (1.0 / (1.0 - b.powf(t as f64))) as f32;
+        let unbias = |b: f64| 1.0 / (1.0 - b.powf(t as f64));
         Coefficients {
             keep: self.beta1,
             enter: (1.0 - b1) as f32,
             keep_square: self.beta2,
             enter_square: ((1.0 - b2) * (ranks as f64) * (ranks as f64)) as f32,
-            unbias: unbias(b1),
-            unbias_square: unbias(b2),
+            unbias: unbias(b1) as f32,
+            unbias_square: (share * unbias(b2)) as f32,
             floor: self.eps,
         }
     }
@@ -115,9 +117,36 @@ impl Momentum {
         }
     }
 
-    /// Whether it is one that leaves no trace: nothing need be kept for it.
-    fn is_none(self) -> bool {
-        matches!(self, Momentum::None | Momentum::Plain(0.0) | Momentum::Nesterov(0.0))
+    /// No momentum where it is one that leaves no trace: nothing need be kept for it.
+    pub fn traced(self) -> Self {
+        match self {
+            Momentum::None | Momentum::Plain(0.0) | Momentum::Nesterov(0.0) => Momentum::None,
+            some => some,
+        }
+    }
+
+    /// What a change of the coefficient means for the u of a residual, if it has one.
+    pub fn change(self, to: Momentum, has_u: bool) -> Result<Change, Unfit> {
+        let (old, new) = (self.coefficient(), to.coefficient());
+        let other = std::mem::discriminant(&self) != std::mem::discriminant(&to);
+        let adam = matches!(to, Momentum::Adam(_)) || matches!(self, Momentum::Adam(_));
+        if other && (adam || has_u) {
+            return Err(Unfit::Form { from: self, to });
+        }
+        Ok(match to {
+            _ if self == to || (!has_u && new == 0.0) => Change::Nothing,
+            _ if !has_u => Change::Begins,
+            Momentum::Nesterov(_) => Change::Rescaled(if old == 0.0 { 0.0 } else { new / old }),
+            _ => Change::Coefficient,
+        })
+    }
+
+    /// What a rank's u starts from, as a part of a dense momentum buffer; see [`Residual::adopt_momentum`].
+    pub fn share(self, ranks: usize) -> f32 {
+        match self {
+            Momentum::Nesterov(m) => m / ranks as f32,
+            _ => 1.0 / ranks as f32,
+        }
     }
 }
 
@@ -133,12 +162,25 @@ impl std::fmt::Display for Momentum {
     }
 }
 
+/// What another coefficient of the momentum means for u.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Change {
+    /// It is the same momentum, or none as before.
+    Nothing,
+    /// There was no u: it starts from zeros.
+    Begins,
+    /// Only the coefficient is another.
+    Coefficient,
+    /// u, which is the coefficient times the usual buffer, is multiplied by this.
+    Rescaled(f32),
+}
+
 /// The second moment of a layer with Adam, as it is saved and restored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Second<'a> {
     /// That of this rank's gradients.
     pub own: &'a [f32],
-    /// What was given last, free of bias; empty if nothing was.
+    /// What the other ranks gave of theirs last: their sum over the number of ranks, free of bias; empty if nothing was given.
     pub given: &'a [f32],
     /// Steps that were accumulated.
     pub steps: u64,
@@ -153,7 +195,7 @@ pub struct Residual {
     v: Field,
     /// The second moment; empty but for Adam.
     q: Field,
-    /// The second moment that was given; empty if none was.
+    /// What was given of the others' second moments; empty if nothing was.
     given: Field,
     /// Steps of Adam.
     steps: u64,
@@ -173,7 +215,7 @@ struct Before {
 impl Residual {
     /// A residual of zeros, of one of `ranks` ranks. With `undo` the last step can be taken back, at the price of a second u and v.
     pub fn new(n: usize, momentum: Momentum, ranks: usize, undo: bool) -> Self {
-        let momentum = if momentum.is_none() { Momentum::None } else { momentum };
+        let momentum = momentum.traced();
         let some = |needed: bool| Field::zeros(if needed { n } else { 0 });
         let u = || some(momentum != Momentum::None);
         let q = || some(matches!(momentum, Momentum::Adam(_)));
@@ -243,30 +285,60 @@ impl Residual {
         Ok(())
     }
 
-    /// A part of the second moment by which the momentum is divided from the next step on, free of bias, from element `begin` on. The
-    /// first must be all of it.
-    pub fn give_second(&mut self, begin: usize, values: &[f32]) -> Result<(), Unfit> {
+    /// This rank's second moment free of bias, for others to be told; nothing without Adam or before the first step.
+    pub fn unbiased_second(
+        &self,
+        range: std::ops::Range<usize>,
+    ) -> impl ExactSizeIterator<Item = f32> + Clone + '_ {
+        let factor = self.unbias_square() as f32;
+        self.q.get(range).unwrap_or_default().iter().map(move |q| q * factor)
+    }
+
+    fn unbias_square(&self) -> f64 {
+        match self.momentum {
+            Momentum::Adam(adam) if self.steps > 0 => {
+                1.0 / (1.0 - f64::from(adam.beta2).powf(self.steps as f64))
+            }
+            _ => 0.0,
+        }
+    }
+
+    /// What the other ranks tell of their second moments, from element `begin` on: their sum over the number of ranks, free of bias. It
+    /// counts from the next step on. Of whom nothing was heard yet is taken to have what this rank has. Returns what
+    /// stood there before; None if nothing was given yet.
+    pub fn give_second(&mut self, begin: usize, values: &[f32]) -> Result<Option<Vec<f32>>, Unfit> {
         check_squares("the given second moment", values, values.len())?;
         let (expected, end) = (self.q.len(), begin.saturating_add(values.len()));
-        let whole = begin == 0 && values.len() == expected;
-        if end > expected || (self.given.is_empty() && !whole) {
+        if end > expected {
             return Err(Unfit::Length { what: "the given second moment", expected, got: end });
         }
-        if self.given.is_empty() {
+        let had_given = !self.given.is_empty();
+        if !had_given {
+            let others = (self.unbias_square() * (1.0 - 1.0 / self.ranks as f64)) as f32;
             self.given = Field::zeros(expected);
+            self.given.iter_mut().zip(&self.q[..]).for_each(|(given, q)| *given = q * others);
         }
+        let old = had_given.then(|| self.given[begin..end].to_vec());
         self.given[begin..end].copy_from_slice(values);
-        Ok(())
+        Ok(old)
+    }
+
+    /// Takes back what was given from element `begin` on: what stood there, or that there was nothing at all.
+    pub fn withdraw_second(&mut self, begin: usize, old: Option<&[f32]>) -> Result<(), Unfit> {
+        match old {
+            Some(old) => self.give_second(begin, old).map(drop),
+            None => {
+                self.given = Field::zeros(0);
+                Ok(())
+            }
+        }
     }
 
     /// Takes over from dense training: u starts from this rank's share of the dense momentum buffer `b` (as PyTorch
     /// keeps it: b = m*b + g), v from zero, so that the sum over the ranks carries on where dense momentum stopped.
     pub fn adopt_momentum(&mut self, b: &[f32], ranks: usize) -> Result<(), Unfit> {
         check("the momentum buffer", b, self.v.len())?;
-        let share = match self.momentum {
-            Momentum::Nesterov(m) => m / ranks as f32,
-            _ => 1.0 / ranks as f32,
-        };
+        let share = self.momentum.share(ranks);
         for (u, b) in self.u.iter_mut().zip(b) {
             *u = b * share;
         }
@@ -278,25 +350,16 @@ impl Residual {
     /// Changes the coefficient of the momentum, as schedules do; its form stays. u is made where there was none, and in the
     /// Nesterov form, where it is the coefficient times the usual buffer, it is rescaled.
     pub fn set_momentum(&mut self, momentum: Momentum) -> Result<(), Unfit> {
-        let (old, new) = (self.momentum.coefficient(), momentum.coefficient());
-        let other = std::mem::discriminant(&self.momentum) != std::mem::discriminant(&momentum);
-        if other && (matches!(momentum, Momentum::Adam(_)) || matches!(self.momentum, Momentum::Adam(_))) {
-            return Err(Unfit::Form { from: self.momentum, to: momentum });
-        }
-        if self.momentum == momentum || (self.u.is_empty() && new == 0.0) {
-            return Ok(());
-        }
-        if !self.u.is_empty() && other {
-            return Err(Unfit::Form { from: self.momentum, to: momentum });
-        }
-        if self.u.is_empty() {
-            self.u = Field::zeros(self.v.len());
-            if let Some(before) = &mut self.before {
-                before.u = Field::zeros(self.v.len());
+        match self.momentum.change(momentum, !self.u.is_empty())? {
+            Change::Nothing => return Ok(()),
+            Change::Begins => {
+                self.u = Field::zeros(self.v.len());
+                if let Some(before) = &mut self.before {
+                    before.u = Field::zeros(self.v.len());
+                }
             }
-        } else if matches!(momentum, Momentum::Nesterov(_)) {
-            let factor = if old == 0.0 { 0.0 } else { new / old };
-            self.u.iter_mut().for_each(|u| *u *= factor);
+            Change::Coefficient => {}
+            Change::Rescaled(factor) => self.u.iter_mut().for_each(|u| *u *= factor),
         }
         self.momentum = momentum;
         self.forget_before();
@@ -380,8 +443,12 @@ impl Residual {
             Momentum::None => Rule::Plain,
             Momentum::Plain(m) => Rule::Momentum(m),
             Momentum::Nesterov(m) => Rule::Nesterov(m),
-            Momentum::Adam(adam) if self.given.is_empty() => Rule::Adam(adam.at(self.steps + 1, self.ranks)),
-            Momentum::Adam(adam) => Rule::AdamGiven(adam.at(self.steps + 1, self.ranks)),
+            Momentum::Adam(adam) if self.given.is_empty() => {
+                Rule::Adam(adam.at(self.steps + 1, self.ranks, 1.0))
+            }
+            Momentum::Adam(adam) => {
+                Rule::AdamGiven(adam.at(self.steps + 1, self.ranks, 1.0 / self.ranks as f64))
+            }
         }
     }
 
@@ -396,27 +463,7 @@ impl Residual {
         if let Rule::Adam(at) | Rule::AdamGiven(at) = rule {
             return self.take_back_adam(gradient, scale, carry, at);
         }
-        let (momentum, mut no_u) = (self.momentum, 0.0);
-        let nesterov = matches!(momentum, Momentum::Nesterov(_));
-        for i in 0..self.v.len() {
-            let g = gradient.get(i).unwrap_or(0.0) * scale;
-            let (u, v) = (self.u.get_mut(i).unwrap_or(&mut no_u), &mut self.v[i]);
-            let m = momentum.coefficient();
-            (*u, *v) = match momentum {
-                Momentum::None => (0.0, *v - g),
-                // Nothing is left of the momentum before a step with coefficient 0.
-                Momentum::Plain(0.0) | Momentum::Nesterov(0.0) => {
-                    (0.0, *v - *u - if nesterov { g } else { 0.0 })
-                }
-                Momentum::Plain(_) => ((*u - g) / m, *v - *u),
-                Momentum::Nesterov(_) => (*u / m - g, *v - (*u + g)),
-                Momentum::Adam(_) => unreachable!("Adam was taken back above"),
-            };
-            *v /= carry;
-            if !u.is_finite() || !v.is_finite() {
-                (*u, *v) = (0.0, 0.0);
-            }
-        }
+        subtract(self.momentum, &mut self.u, &mut self.v, gradient, scale, carry);
     }
 
     /// The same for a second moment. What is left of a moment after a step with coefficient 0 is nothing.
@@ -425,7 +472,7 @@ impl Residual {
         for i in 0..self.v.len() {
             let g = gradient.get(i).unwrap_or(0.0) * scale;
             let (u, q, v) = (&mut self.u[i], &mut self.q[i], &mut self.v[i]);
-            let second = self.given.get(i).copied().unwrap_or(*q * at.unbias_square);
+            let second = *q * at.unbias_square + self.given.get(i).copied().unwrap_or(0.0);
             *v = (*v - (*u * at.unbias) / (second.sqrt() + at.floor)) / carry;
             *u = divide(*u - at.enter * g, at.keep);
             *q = divide(*q - at.enter_square * (g * g), at.keep_square).max(0.0);
@@ -463,6 +510,35 @@ impl Residual {
         std::mem::swap(&mut self.q, &mut before.q);
         self.steps -= 1;
         Ok(())
+    }
+}
+
+/// Takes a gradient out of u (empty without momentum) and v again, with the rounding of f32; zero stays where it was not finite.
+/// Adam's has to be taken out otherwise.
+pub fn subtract(
+    momentum: Momentum,
+    u: &mut [f32],
+    v: &mut [f32],
+    gradient: Gradient<'_>,
+    scale: f32,
+    carry: f32,
+) {
+    let mut no_u = 0.0;
+    let (m, nesterov) = (momentum.coefficient(), matches!(momentum, Momentum::Nesterov(_)));
+    for (i, v) in v.iter_mut().enumerate() {
+        let g = gradient.get(i).unwrap_or(0.0) * scale;
+        let u = u.get_mut(i).unwrap_or(&mut no_u);
+        (*u, *v) = match momentum {
+            Momentum::None | Momentum::Adam(_) => (0.0, *v - g),
+            // Nothing is left of the momentum before a step with coefficient 0.
+            Momentum::Plain(0.0) | Momentum::Nesterov(0.0) => (0.0, *v - *u - if nesterov { g } else { 0.0 }),
+            Momentum::Plain(_) => ((*u - g) / m, *v - *u),
+            Momentum::Nesterov(_) => (*u / m - g, *v - (*u + g)),
+        };
+        *v /= carry;
+        if !u.is_finite() || !v.is_finite() {
+            (*u, *v) = (0.0, 0.0);
+        }
     }
 }
 

@@ -117,6 +117,16 @@ impl Sparse {
         self.mean
     }
 
+    /// The four levels to which all values were quantized, if they were.
+    pub fn levels(&self) -> Option<[f32; 4]> {
+        self.levels
+    }
+
+    /// The scale of which all values are whole multiples, if they were rounded to eight bits.
+    pub fn scale(&self) -> Option<f32> {
+        self.scale
+    }
+
     /// Which signs competed.
     pub fn phase(&self) -> Phase {
         self.phase.unwrap_or(Phase::Both)
@@ -137,5 +147,52 @@ impl Sparse {
         self.values.clear();
         (self.n, self.mean, self.phase) = (n, None, Some(phase));
         (self.levels, self.scale) = (None, None);
+    }
+
+    /// Its elements dealt out to vectors of so many elements each: which one an index goes to, and what it is there. Indices that go to
+    /// one vector must keep their order.
+    ///
+    /// ```
+    /// use redsync_core::Sparse;
+    /// let sparse = Sparse::from_parts(10, vec![2, 7], vec![1.0, -1.0])?;
+    /// let halves = sparse.deal_out(&[5, 5], |index| (index as usize / 5, index % 5));
+    /// assert_eq!(halves[1].iter().collect::<Vec<_>>(), [(2, -1.0)]);
+    /// # Ok::<(), redsync_core::SparseError>(())
+    /// ```
+    ///
+    /// # Panics
+    /// If an index goes to a vector that there is not.
+    pub fn deal_out(&self, lengths: &[u32], place: impl Fn(u32) -> (usize, u32)) -> Vec<Sparse> {
+        let empty = |n: &u32| Sparse {
+            n: *n,
+            indices: Vec::with_capacity(2 * self.len() / lengths.len().max(1)),
+            values: Vec::new(),
+            mean: self.mean,
+            levels: self.levels,
+            scale: self.scale,
+            phase: self.phase,
+        };
+        let mut dealt: Vec<Sparse> = lengths.iter().map(empty).collect();
+        for (i, index) in self.indices.iter().enumerate() {
+            let (which, index) = place(*index);
+            dealt[which].indices.push(index);
+            if let Some(value) = self.values.get(i) {
+                dealt[which].values.push(*value);
+            }
+        }
+        for part in &mut dealt {
+            debug_assert!(first_bad_index(&part.indices, part.n).is_none(), "order was not kept");
+            if part.is_empty() {
+                (part.mean, part.levels, part.scale) = (None, None, None);
+            }
+        }
+        dealt
+    }
+
+    /// Makes it a part of a vector of `n` elements: what each of its indices is there. They must keep their order.
+    pub fn spread(&mut self, n: u32, index: impl Fn(u32) -> u32) {
+        self.indices.iter_mut().for_each(|i| *i = index(*i));
+        debug_assert!(first_bad_index(&self.indices, n).is_none(), "order was not kept");
+        self.n = n;
     }
 }

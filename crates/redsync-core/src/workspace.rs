@@ -2,7 +2,7 @@
 //! After the first few steps nothing here grows.
 
 use crate::candidates::{Candidates, Read, Split, gather};
-use crate::kernel::{Key, Level, Stats};
+use crate::kernel::{Key, Level, StatLanes, Stats};
 use crate::largest::largest;
 use crate::phase::Phase;
 use crate::sparse::Sparse;
@@ -37,8 +37,8 @@ pub struct Workspace {
 /// A residual as it was when it was passed over.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct View {
-    /// Where it is.
-    pub v: usize,
+    /// Whose it is.
+    pub sender: u64,
     /// How often it had changed.
     pub changes: u64,
     /// Which signs were looked at.
@@ -78,6 +78,32 @@ impl Workspace {
     /// Takes what the last selection chose, and leaves another vector whose buffers the next one fills.
     pub fn swap_message(&mut self, other: &mut Sparse) {
         std::mem::swap(&mut self.message, other);
+    }
+
+    /// What the last selection chose, before anything was rounded: index and value, in index order.
+    pub fn chosen(&self) -> impl ExactSizeIterator<Item = (u32, f32)> + Clone + '_ {
+        self.keys.iter().map(|key| (key.index(), key.value()))
+    }
+
+    /// The least of it: every candidate that is larger in magnitude, or as large at a smaller index, was chosen too.
+    pub fn least_chosen(&self) -> Option<(u32, f32)> {
+        self.keys.iter().min().map(|key| (key.index(), key.value()))
+    }
+
+    /// What was found elsewhere takes the place of what a pass found: elements in index order, every one greater than `floor` among
+    /// them.
+    pub fn put_candidates(&mut self, floor: f32, elements: impl Iterator<Item = (u32, f32)>) {
+        let [part, idle @ ..] = &mut self.parts[..] else { return };
+        idle.iter_mut().for_each(Candidates::clear);
+        part.keys.clear();
+        part.keys.extend(elements.map(|(index, value)| Key::new(value, index)));
+        part.floor = floor;
+    }
+
+    /// Statistics that were taken elsewhere, one per chunk of the layer, take the place of those of a pass.
+    pub fn put_stats(&mut self, chunks: impl Iterator<Item = StatLanes>) {
+        self.parts.iter_mut().for_each(|part| part.stats.clear());
+        self.parts[0].stats.extend(chunks.map(|lanes| lanes.fold()));
     }
 
     pub(crate) fn threads(&self) -> usize {

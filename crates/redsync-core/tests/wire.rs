@@ -4,6 +4,7 @@
 mod common;
 
 use common::density;
+use proptest::prelude::*;
 use rand::{Rng, RngExt, SeedableRng};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use redsync_core::wire::{BadMessage, FRAME_HEADER, Frame, FrameError, Shape, VERSION, bound_bits};
@@ -306,7 +307,7 @@ fn the_documented_examples_are_what_is_written() {
         writer.take()
     };
     let examples = documented();
-    assert_eq!(examples.len(), 3);
+    assert_eq!(examples.len(), 4);
     assert_eq!(examples[0], written(Values::Asq, 0.25, 2));
     assert_eq!(examples[1], written(Values::TwoBit, 0.5, 2)[FRAME_HEADER..]);
     let every = Sparse::from_parts(3, vec![0, 1, 2], vec![1.0, 0.0, -2.0]).unwrap();
@@ -314,6 +315,9 @@ fn the_documented_examples_are_what_is_written() {
     writer.begin(2, 0, PLAN);
     writer.push(&every, IndexCode::Every, Values::Bf16);
     assert_eq!(examples[2], writer.finish()[FRAME_HEADER..]);
+    writer.begin(2, 0, PLAN);
+    writer.push_squares([3.0, 0.26, 0.0].into_iter());
+    assert_eq!(examples[3], writer.finish()[FRAME_HEADER..]);
 }
 
 #[test]
@@ -338,7 +342,7 @@ fn several_layers_share_a_frame() {
     }
     // The wrong layer is refused, and told by its position.
     let error = messages[3].decode(&shape(3, Values::F32, IndexCode::Rice), &mut Sparse::new()).unwrap_err();
-    assert_eq!(error.to_string(), "message 3: 5 of 3 elements");
+    assert_eq!(error.to_string(), "message 3: the message has 5 elements, the layer only 3");
 }
 
 /// The paper's 32 bits per index become at most 3% more than the entropy, headers and checksum included.
@@ -468,4 +472,83 @@ fn ten_million_mutated_frames() {
     let frames = 10_000_000;
     let (sealed, accepted) = decode_mutated(frames);
     println!("{frames} frames, {sealed} with the right checksum, {accepted} messages accepted");
+}
+
+/// Any squares, also zero, denormal and huge ones.
+fn squares() -> impl Strategy<Value = Vec<f32>> {
+    let one = prop_oneof![Just(0f32), Just(f32::MIN_POSITIVE / 3.0), Just(f32::MAX), 0f32..1e-30, 0f32..2.0];
+    prop::collection::vec(one, 0..70)
+}
+
+proptest! {
+    /// A guess that is right stays; another one comes as near as four bits allow, from its side.
+    #[test]
+    fn second_moments_arrive_near_what_was_sent(squares in squares(), off in prop_oneof![Just(1f32), 0f32..1e6]) {
+        let mut writer = FrameWriter::new();
+        writer.begin(3, 1, PLAN);
+        let header = writer.push_squares(squares.iter().copied());
+        prop_assert_eq!(writer.len(), 40 + header + squares.len().div_ceil(2) + usize::from(!squares.is_empty()));
+        let frame = Frame::parse(writer.finish()).unwrap();
+        let message = frame.messages().next().unwrap().unwrap();
+        let mut right = squares.clone();
+        message.squares(&mut right).unwrap();
+        prop_assert_eq!(&right, &squares);
+        let mut guesses: Vec<f32> = squares.iter().map(|square| (square * off).min(f32::MAX)).collect();
+        let begin = guesses.clone();
+        message.squares(&mut guesses).unwrap();
+        let top = squares.iter().copied().fold(0f32, f32::max);
+        for ((sent, came), guess) in squares.iter().zip(&guesses).zip(&begin) {
+            prop_assert!(came.is_finite() && *came >= 0.0);
+            let nearer = (came <= guess && *came >= sent.min(*guess)) || (came >= guess && *came <= sent.max(*guess));
+            let near = (0.4999..2.0001).contains(&(f64::from(*came) / f64::from(*sent)));
+            let far_below = f64::from(*sent) * 11_000.0 < f64::from(top) && f64::from(*came) * 11_000.0 < f64::from(top);
+            let tiny = *sent < 2.0 * f32::MIN_POSITIVE && *came < 2.0 * f32::MIN_POSITIVE;
+            prop_assert!(nearer && (near || far_below || tiny || *sent == f32::MAX), "{} as {}, guessed {}", sent, came, guess);
+        }
+        guesses.push(1.0);
+        prop_assert!(message.squares(&mut guesses).is_err());
+    }
+}
+
+/// Those of second moments, well sealed, and changed ones by the thousand.
+#[test]
+fn second_moments_that_nobody_wrote_are_refused() {
+    let read = |message: &[u8], guesses: &[f32]| {
+        let (bytes, mut guesses) = (around(message), guesses.to_vec());
+        let frame = Frame::parse(&bytes).unwrap();
+        let message = frame.messages().next().unwrap().unwrap();
+        message.squares(&mut guesses).map(|()| guesses).map_err(|error| error.to_string())
+    };
+    assert_eq!(read(&[3, 3, 129, 0x10, 0x0f], &[4.0, 2.0, 1e-20]).unwrap(), [4.0, 2.0, 1e-20]);
+    assert_eq!(read(&[0, 0], &[]).unwrap(), [0f32; 0]);
+    assert!(read(&[2, 2, 255, 0], &[1.0; 2]).unwrap_err().contains("inf"));
+    assert!(read(&[3, 3, 129, 0, 0x10], &[1.0; 3]).unwrap_err().contains("more follows"));
+    assert!(
+        read(&[3, 2, 129, 0], &[1.0; 3]).unwrap_err().contains("3 elements do not fit a payload of 2 bytes")
+    );
+    assert!(
+        read(&[3, 3, 129, 0, 0], &[1.0; 4])
+            .unwrap_err()
+            .contains("3 elements, where it must have all 4 or none")
+    );
+    let mut random = Xoshiro256PlusPlus::seed_from_u64(5);
+    let (mut writer, mut accepted) = (FrameWriter::new(), 0);
+    writer.begin(0, 0, PLAN);
+    writer.push_squares((0..37).map(|i| 1.5f32.powi(i - 20)));
+    let original = writer.finish().to_vec();
+    for _ in 0..20_000 {
+        let (mut bytes, mut guesses) = (original.clone(), [1f32; 37]);
+        mutate(&mut bytes, &mut random);
+        let Ok(frame) = Frame::parse(&bytes) else { continue };
+        for message in frame.messages() {
+            let Ok(message) = message else { break };
+            match message.squares(&mut guesses) {
+                Ok(()) => accepted += 1,
+                Err(_) => assert_eq!(guesses, [1.0; 37]),
+            }
+            assert!(guesses.iter().all(|x| x.is_finite() && *x >= 0.0));
+            guesses = [1.0; 37];
+        }
+    }
+    assert!((1_000..19_000).contains(&accepted), "{accepted}");
 }

@@ -75,7 +75,7 @@ impl DataError {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum OrderError {
     /// A number that must be at least 1 is 0.
-    #[error("the number of {what} is 0")]
+    #[error("the number of {what} must be at least 1, got 0")]
     Zero {
         /// Of what.
         what: &'static str,

@@ -1,10 +1,11 @@
 //! Checkpoints of a synchronizer: what every rank carries from step to step goes to a file or to the caller, and comes back.
 //! What must hold: all ranks continue from the same step of the same run; after an error nothing has changed.
 
+use crate::config::Choice;
 use crate::error::SyncError;
 use crate::hello;
 use crate::pipeline::lock;
-use crate::state::{self, Saved};
+use crate::state::{self, LayerState, Saved, StateError};
 use crate::synchronizer::Synchronizer;
 use serde_json::json;
 use std::path::Path;
@@ -18,9 +19,13 @@ impl Synchronizer {
     pub fn capture(&self, replica_hash: u64, extra: Extra) -> Result<Saved, SyncError> {
         self.submitter.inbox().check_between()?;
         let (rank, ranks) = self.rank();
-        let layers = lock(&self.shared.compressed).save();
+        let mut layers = lock(&self.shared.compressed).save()?;
+        for (state, layer) in layers.iter_mut().zip(self.compressed_layers()) {
+            state.kept = self.shared.exchange.save(layer);
+        }
         let identity = self.identity.clone();
-        Ok(Saved { step: self.step(), rank, ranks, identity, replica_hash, layers, extra })
+        let seat = self.seat();
+        Ok(Saved { step: self.step(), rank, ranks, identity, replica_hash, seat, layers, extra })
     }
 
     /// Continues from a state of this rank, as [`Synchronizer::capture`] gave it or [`Saved::reshare`] made it. All ranks call
@@ -76,6 +81,10 @@ impl Synchronizer {
         let saved = state.map_err(refuse)?;
         compared?;
         lock(&self.shared.compressed).restore(&saved.layers)?;
+        for (state, layer) in saved.layers.iter().zip(self.compressed_layers()) {
+            let unfit = |why| SyncError::Unfit { layer: state.name.clone(), why };
+            self.shared.exchange.restore(layer, state.kept.as_ref()).map_err(unfit)?;
+        }
         self.recycle();
         self.submitter.inbox().turn_to(saved.step);
         Ok(saved.extra)
@@ -93,23 +102,49 @@ impl Synchronizer {
                 saved.rank
             ));
         }
+        if saved.seat != self.seat() {
+            return Err("it is of another place among hosts".into());
+        }
         saved.check()?;
         if let Some(difference) = state::difference(&saved.identity, &self.identity) {
             return Err(difference);
         }
-        lock(&self.shared.compressed).check(&saved.layers)
+        lock(&self.shared.compressed).check(&saved.layers)?;
+        for (state, layer) in saved.layers.iter().zip(self.compressed_layers()) {
+            let checked = self.shared.exchange.check(layer, state);
+            checked.map_err(|why| format!("layer {}: {why}", state.name))?;
+        }
+        Ok(())
+    }
+
+    /// The numbers of the compressed layers, in order.
+    fn compressed_layers(&self) -> impl Iterator<Item = usize> + '_ {
+        let choices = self.shared.choices.iter().enumerate();
+        choices.filter(|(_, choice)| **choice != Choice::Dense).map(|(layer, _)| layer)
     }
 
     /// This rank's part of a checkpoint: its own file if every rank has one of the same run, else its share of all files.
     fn find(&self, dir: &Path) -> Result<Saved, SyncError> {
         let (rank, ranks) = self.rank();
-        let own = Saved::read(&dir.join(Saved::file_name(rank))).ok().filter(|saved| saved.rank == rank);
+        let own = Saved::read(&dir.join(Saved::file_name(rank))).ok();
+        let own = own.filter(|saved| saved.rank == rank && saved.seat == self.seat());
         let what = own.as_ref().map(|saved| json!([saved.ranks, saved.step, saved.replica_hash]));
         let all = hello::gather(&*self.shared.comm, &json!([what]), &self.shared.config)?;
         let same = all.iter().all(|theirs| *theirs == all[0]) && all[0][0][0] == json!(ranks);
         match own {
             Some(own) if same => Ok(own),
-            _ => Ok(Saved::reshare(Saved::read_all(dir)?, rank, ranks)?),
+            _ => Ok(self.share_of(Saved::read_all(dir)?)?),
         }
+    }
+
+    /// What this rank continues with, from the states of all ranks of a run with another number of them, or with other hosts.
+    pub fn share_of(&self, all: Vec<Saved>) -> Result<Saved, StateError> {
+        let (rank, ranks) = self.rank();
+        let Some(seat) = self.seat() else { return Saved::reshare(all, rank, ranks) };
+        let host = Saved::reshare(all, seat.host, seat.hosts)?;
+        let number = |name: &str| self.shared.layers.iter().position(|layer| layer.name == name);
+        let part = |state: &LayerState| seat.part(number(&state.name).unwrap_or_default(), state.size);
+        let parts: Vec<_> = host.layers.iter().map(part).collect();
+        Ok(host.seated(rank, seat, &parts))
     }
 }

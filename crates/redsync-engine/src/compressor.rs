@@ -7,6 +7,7 @@ use crate::state::{LayerState, SecondMoment};
 use redsync_core::{
     Bad, Compressor, Config, ConfigError, LayerError, Momentum, Sending, Sparse, Unfit, Workspace,
 };
+use std::ops::Range;
 
 /// The compressor of one layer.
 pub trait LayerCompressor: Send {
@@ -20,7 +21,12 @@ pub trait LayerCompressor: Send {
     ) -> Result<(), LayerError>;
 
     /// Chooses what to send at a step, and takes it out of the residual.
-    fn select(&mut self, step: u64, message: &mut Sparse, workspace: &mut Workspace);
+    fn select(
+        &mut self,
+        step: u64,
+        message: &mut Sparse,
+        workspace: &mut Workspace,
+    ) -> Result<(), LayerError>;
 
     /// Elements that were chosen come back: the exchange did not use them.
     fn give_back(&mut self, elements: &Sparse) -> Result<(), Unfit>;
@@ -43,8 +49,18 @@ pub trait LayerCompressor: Send {
     /// Starts from what an optimizer has gathered as Adam, after so many steps.
     fn adopt_adam(&mut self, m: &[f32], q: &[f32], steps: u64) -> Result<(), Unfit>;
 
+    /// A part of this rank's second moment, free of bias, for others to be told; zeros where there is none.
+    fn second(&self, range: Range<usize>) -> Vec<f32>;
+
+    /// What the other ranks told of theirs, from an element on: their sum over the number of ranks. It counts from the next step on.
+    /// Returns what stood there before; None if nothing was given yet.
+    fn give_second(&mut self, begin: usize, values: &[f32]) -> Result<Option<Vec<f32>>, Unfit>;
+
+    /// Takes that back.
+    fn withdraw_second(&mut self, begin: usize, old: Option<&[f32]>) -> Result<(), Unfit>;
+
     /// Everything that the next step depends on.
-    fn save(&self) -> LayerState;
+    fn save(&self) -> Result<LayerState, Unfit>;
 
     /// Whether a state is one of this layer.
     fn check(&self, state: &LayerState) -> Result<(), Unfit>;
@@ -53,7 +69,7 @@ pub trait LayerCompressor: Send {
     fn restore(&mut self, state: &LayerState) -> Result<(), Unfit>;
 
     /// The norm of what was accumulated and not sent.
-    fn norm(&self) -> f64;
+    fn norm(&self) -> Result<f64, Unfit>;
 }
 
 /// Where the layers of a model are compressed.
@@ -95,9 +111,15 @@ impl LayerCompressor for Compressor {
         Compressor::accumulate(self, step, gradient, scale, workspace)
     }
 
-    fn select(&mut self, step: u64, message: &mut Sparse, workspace: &mut Workspace) {
+    fn select(
+        &mut self,
+        step: u64,
+        message: &mut Sparse,
+        workspace: &mut Workspace,
+    ) -> Result<(), LayerError> {
         Compressor::select(self, step, workspace);
         workspace.swap_message(message);
+        Ok(())
     }
 
     fn give_back(&mut self, elements: &Sparse) -> Result<(), Unfit> {
@@ -128,8 +150,20 @@ impl LayerCompressor for Compressor {
         Compressor::adopt_adam(self, m, q, steps)
     }
 
-    fn save(&self) -> LayerState {
-        LayerState {
+    fn second(&self, range: Range<usize>) -> Vec<f32> {
+        self.residual().unbiased_second(range).collect()
+    }
+
+    fn give_second(&mut self, begin: usize, values: &[f32]) -> Result<Option<Vec<f32>>, Unfit> {
+        Compressor::give_second(self, begin, values)
+    }
+
+    fn withdraw_second(&mut self, begin: usize, old: Option<&[f32]>) -> Result<(), Unfit> {
+        Compressor::withdraw_second(self, begin, old)
+    }
+
+    fn save(&self) -> Result<LayerState, Unfit> {
+        Ok(LayerState {
             name: self.name().into(),
             size: self.residual().len(),
             momentum: self.config().momentum,
@@ -138,29 +172,13 @@ impl LayerCompressor for Compressor {
             memory: self.memory(),
             rate: self.rate(),
             second: self.residual().second().map(SecondMoment::from),
-        }
+            kept: None,
+        })
     }
 
     fn check(&self, state: &LayerState) -> Result<(), Unfit> {
-        let (from, to) = (state.momentum, self.config().momentum);
-        let has_u = !self.residual().u().is_empty();
-        // Momentum may begin later than the layer: then u is made on the way.
-        if has_u && (state.u.is_empty() || from.form() != to.form()) {
-            return Err(Unfit::Form { from, to });
-        }
-        let expected = self.residual().len();
-        let wrong = |got: usize| got != expected;
-        if wrong(state.v.len()) {
-            return Err(Unfit::Length { what: "v", expected, got: state.v.len() });
-        }
-        if !state.u.is_empty() && wrong(state.u.len()) {
-            return Err(Unfit::Length { what: "u", expected, got: state.u.len() });
-        }
-        let squares = |state: &LayerState| state.second.as_ref().map(|second| second.own.len());
-        if let Some(got) = squares(state).filter(|got| wrong(*got)) {
-            return Err(Unfit::Length { what: "the second moment", expected, got });
-        }
-        state.check_finite()
+        let residual = self.residual();
+        fits(state, residual.len(), self.config().momentum, !residual.u().is_empty())
     }
 
     fn restore(&mut self, state: &LayerState) -> Result<(), Unfit> {
@@ -173,7 +191,32 @@ impl LayerCompressor for Compressor {
         Compressor::restore(self, &state.u, &state.v, second, state.memory, state.rate)
     }
 
-    fn norm(&self) -> f64 {
-        self.residual().v().iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
+    fn norm(&self) -> Result<f64, Unfit> {
+        Ok(norm(self.residual().v()))
     }
+}
+
+/// Whether a state is one of a layer of so many elements, which has this momentum, and u or not.
+pub(crate) fn fits(state: &LayerState, expected: usize, to: Momentum, has_u: bool) -> Result<(), Unfit> {
+    let from = state.momentum;
+    // Momentum may begin later than the layer: then u is made on the way.
+    if has_u && (state.u.is_empty() || from.form() != to.form()) {
+        return Err(Unfit::Form { from, to });
+    }
+    let wrong = |got: usize| got != expected;
+    if wrong(state.v.len()) {
+        return Err(Unfit::Length { what: "v", expected, got: state.v.len() });
+    }
+    if !state.u.is_empty() && wrong(state.u.len()) {
+        return Err(Unfit::Length { what: "u", expected, got: state.u.len() });
+    }
+    let squares = |state: &LayerState| state.second.as_ref().map(|second| second.own.len());
+    if let Some(got) = squares(state).filter(|got| wrong(*got)) {
+        return Err(Unfit::Length { what: "the second moment", expected, got });
+    }
+    state.check_finite()
+}
+
+pub(crate) fn norm(v: &[f32]) -> f64 {
+    v.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
 }

@@ -16,6 +16,10 @@ pub enum Method {
     /// Residual gradient compression.
     #[serde(rename = "rgc")]
     Rgc,
+    /// Residual gradient compression, values in two bits: four levels, the means of what they stand for. With the preset `paper` the
+    /// same as `rgc`.
+    #[serde(rename = "rgc+2bit")]
+    RgcTwoBit,
     /// Residual gradient compression with Alternating Signs Quantization.
     #[serde(rename = "rgc+asq")]
     RgcAsq,
@@ -26,13 +30,15 @@ pub enum Method {
 
 impl Method {
     /// Every method.
-    pub const ALL: [Method; 4] = [Method::Sgd, Method::Rgc, Method::RgcAsq, Method::RgcNaive];
+    pub const ALL: [Method; 5] =
+        [Method::Sgd, Method::Rgc, Method::RgcTwoBit, Method::RgcAsq, Method::RgcNaive];
 
     /// The name by which users choose it.
     pub fn name(self) -> &'static str {
         match self {
             Method::Sgd => "sgd",
             Method::Rgc => "rgc",
+            Method::RgcTwoBit => "rgc+2bit",
             Method::RgcAsq => "rgc+asq",
             Method::RgcNaive => "rgc-naive",
         }
@@ -182,6 +188,42 @@ impl Rest {
     }
 }
 
+/// How messages travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Exchange {
+    /// Every rank receives every rank's messages: one collective, whose bytes grow with the number of ranks.
+    Gather,
+    /// Every element has an owner, who adds what all ranks sent of it and sends on the largest: two collectives, whose bytes do not.
+    Owners,
+    /// Ranks of one host sum gradients densely among themselves, and hosts gather what single ranks would.
+    Hosts,
+}
+
+impl Exchange {
+    /// All of them.
+    pub const ALL: [Exchange; 3] = [Exchange::Gather, Exchange::Owners, Exchange::Hosts];
+
+    /// The name by which users choose it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Exchange::Gather => "gather",
+            Exchange::Owners => "owners",
+            Exchange::Hosts => "hosts",
+        }
+    }
+
+    /// The one of a name.
+    ///
+    /// ```
+    /// use redsync_engine::Exchange;
+    /// assert_eq!(Exchange::from_name("owners"), Some(Exchange::Owners));
+    /// ```
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|exchange| exchange.name() == name)
+    }
+}
+
 /// The first steps of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -277,6 +319,10 @@ pub struct Config {
     /// What the machines and their network need. With these, and the preset `carried`, layers are compressed where that is predicted
     /// to be faster, and `dense_below` is what follows; rank 0's answer is taken by all ranks. Without, `dense_below` is the limit.
     pub figures: Option<Figures>,
+    /// How messages travel. None: with `figures` what is then predicted to be faster, otherwise all are gathered.
+    pub exchange: Option<Exchange>,
+    /// The name of the host that this rank is on, for [`Exchange::Hosts`].
+    pub host: Option<String>,
     /// The fraction of a compressed layer that is sent at a step.
     pub density: f64,
     /// A compressed layer sends at least so many elements at a step, and sixteen times as many during a ramp, but not more than a
@@ -289,6 +335,13 @@ pub struct Config {
     pub momentum: Momentum,
     /// Clear the momentum of what was sent.
     pub masking: bool,
+    /// How much of what waits in a residual is still there at the next step: 1 if nothing is forgotten, as it should be for gradients;
+    /// a little less for the differences of local steps ([`Local`](crate::Local)).
+    pub keep: f32,
+    /// Adam's second moments are told to the other ranks within so many steps, a part of them at each, in four bits per element; 0: never,
+    /// every rank keeps to its own. None: 64 steps from a density of 0.4% on, 256 below, which takes about as
+    /// many bytes as the messages.
+    pub share_moments: Option<u64>,
     /// Send values that are not quantized in fewer bits, the rounding error kept: as bf16 with the method `rgc`, in eight bits with
     /// `rgc+asq`, where they are those of the output layer. With the preset `paper` and the method `rgc-naive` they are f32 in any
     /// case.
@@ -321,6 +374,16 @@ impl Config {
         matches!(self.preset, Preset::Paper { .. }) || self.method == Method::RgcNaive
     }
 
+    /// How messages travel, as far as it was decided.
+    pub(crate) fn exchange(&self) -> Exchange {
+        self.exchange.unwrap_or(Exchange::Gather)
+    }
+
+    /// Within how many steps second moments are told; 0 for never.
+    pub fn moment_period(&self) -> u64 {
+        self.share_moments.unwrap_or(if self.density >= 0.004 { 64 } else { 256 })
+    }
+
     /// Weights of fewer bytes are dense.
     pub fn limit(&self) -> usize {
         self.dense_below.unwrap_or(self.preset.dense_below())
@@ -337,11 +400,15 @@ impl Default for Config {
             dense_below: None,
             rest: Rest::EightBit,
             figures: None,
+            exchange: None,
+            host: None,
             density: 0.001,
             at_least: 96,
             warm_up: WarmUp::None,
             momentum: Momentum::None,
             masking: true,
+            keep: 1.0,
+            share_moments: None,
             bf16: true,
             clip: None,
             undo: false,

@@ -138,6 +138,16 @@ impl SyncError {
         }
     }
 
+    /// The same error of an exchange among some ranks only, which counted them from 0: these are their numbers.
+    pub(crate) fn of_ranks(self, ranks: &[usize]) -> Self {
+        let real = |rank: usize| ranks.get(rank).copied().unwrap_or(rank);
+        match self {
+            SyncError::Frame { rank, layers, why } => SyncError::Frame { rank: real(rank), layers, why },
+            SyncError::Message { rank, layer, why } => SyncError::Message { rank: real(rank), layer, why },
+            other => other,
+        }
+    }
+
     /// Whether a gradient of this or of another rank is the cause.
     pub fn is_gradient(&self) -> bool {
         match self {

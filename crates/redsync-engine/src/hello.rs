@@ -21,6 +21,8 @@ fn of_run(layers: &[Layer], config: &Config) -> Identity {
         ("warm-up", config.warm_up.to_string()),
         ("momentum", config.momentum.form().to_string()),
         ("masking", config.masking.to_string()),
+        ("keep", config.keep.to_string()),
+        ("the period of second moments", config.moment_period().to_string()),
         ("bf16", config.bf16.to_string()),
         ("clip", config.clip.map_or("none".into(), |clip| clip.to_string())),
         ("the number of layers", layers.len().to_string()),
@@ -45,9 +47,11 @@ pub(crate) fn agreement(layers: &[Layer], choices: &[Choice], config: &Config) -
         version("the wire format", redsync_core::wire::VERSION.to_string()),
         version("redsync", env!("CARGO_PKG_VERSION").to_string()),
     ];
+    // What the caller says comes first: what differs there is what a user chose, and may be the cause of the rest.
+    all.extend(config.agree.iter().cloned());
     all.extend(of_run(layers, config));
     all.push(("preset".into(), config.preset.name().into()));
-    all.extend(config.agree.iter().cloned());
+    all.push(("exchange".into(), config.exchange().name().into()));
     all.extend(layers.iter().enumerate().map(|(i, layer)| (format!("layer {i}"), layer.name.clone())));
     all.extend(of_layers(layers, choices));
     let momentum = |layer: &Layer| layer.momentum.unwrap_or(config.momentum).to_string();
@@ -60,11 +64,22 @@ pub(crate) fn fingerprint(agreement: &Identity) -> u64 {
     xxh3_64(json!(agreement).to_string().as_bytes())
 }
 
+/// What stands for a long text.
+pub(crate) fn hash(text: &str) -> String {
+    format!("{:016x}", xxh3_64(text.as_bytes()))
+}
+
 /// Exchanges entries with all ranks, and compares them.
 pub(crate) fn compare(comm: &dyn Communicator, ours: &Identity, config: &Config) -> Result<(), SyncError> {
     for (rank, theirs) in gather(comm, &json!(ours), config)?.into_iter().enumerate() {
         let theirs: Identity = serde_json::from_value(theirs).unwrap_or_default();
         let find = |all: &Identity, name: &str| all.iter().find(|(n, _)| n == name).map(|(_, v)| v.clone());
+        // Names may stand twice, by the caller and by us: entry by entry first.
+        let apart = ours.iter().zip(&theirs).find(|((a, x), (b, y))| a == b && x != y);
+        if let Some(((what, ours), (_, theirs))) = apart {
+            let (what, theirs, ours) = (what.clone(), theirs.clone(), ours.clone());
+            return Err(SyncError::Hello { rank, what, theirs, ours });
+        }
         let none = || "nothing".to_string();
         let differs = |name: &String| (find(&theirs, name) != find(ours, name)).then(|| name.clone());
         if let Some(what) = ours.iter().chain(&theirs).find_map(|(name, _)| differs(name)) {

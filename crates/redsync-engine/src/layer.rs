@@ -10,7 +10,7 @@ pub enum Kind {
     Weight,
     /// A bias or a normalization parameter: always dense.
     BiasOrNorm,
-    /// The last weight of the network: compressed, never quantized.
+    /// The last weight of the network: compressed, never quantized to one mean.
     Output,
 }
 

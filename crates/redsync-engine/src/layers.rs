@@ -8,6 +8,7 @@ use crate::layer::Layer;
 use crate::source::Source;
 use crate::state::LayerState;
 use redsync_core::{LayerError, Momentum, Sending, Sparse, Unfit, Workspace};
+use std::ops::Range;
 
 /// The compressors of a rank; None for a layer that is always dense.
 pub(crate) struct Layers {
@@ -15,17 +16,20 @@ pub(crate) struct Layers {
     names: Vec<String>,
     /// The layers that were accumulated at the step that is under way, or at the last one.
     touched: Vec<usize>,
+    /// Where second moments were given at that step, and what stood there before.
+    told: Vec<(usize, usize, Option<Vec<f32>>)>,
 }
 
 impl Layers {
     pub fn new(layers: &[Layer], compressors: Vec<Option<Box<dyn LayerCompressor>>>) -> Self {
         let names = layers.iter().map(|layer| layer.name.clone()).collect();
-        Layers { compressors, names, touched: Vec::new() }
+        Layers { compressors, names, touched: Vec::new(), told: Vec::new() }
     }
 
     /// A step begins at which each layer sends what is given, if anything.
     pub fn begin(&mut self, sendings: impl IntoIterator<Item = Option<Sending>>) {
         self.touched.clear();
+        self.told.clear();
         for (compressor, sending) in self.compressors.iter_mut().zip(sendings) {
             if let (Some(compressor), Some(sending)) = (compressor, sending) {
                 compressor.set_sending(sending);
@@ -46,8 +50,7 @@ impl Layers {
         let Some(compressor) = &mut self.compressors[layer] else { return Ok(()) };
         compressor.accumulate(step, source, scale, workspace)?;
         self.touched.push(layer);
-        compressor.select(step, message, workspace);
-        Ok(())
+        compressor.select(step, message, workspace)
     }
 
     /// What the exchange did not use comes back.
@@ -57,6 +60,9 @@ impl Layers {
 
     /// Takes the step that was begun last back.
     pub fn take_back(&mut self) -> Result<(), SyncError> {
+        for (layer, begin, old) in std::mem::take(&mut self.told).into_iter().rev() {
+            self.change(layer, |compressor| compressor.withdraw_second(begin, old.as_deref()))?;
+        }
         for layer in std::mem::take(&mut self.touched) {
             self.change(layer, |compressor| compressor.take_back())?;
         }
@@ -83,14 +89,38 @@ impl Layers {
         self.change(layer, |compressor| compressor.adopt_adam(m, q, steps))
     }
 
-    /// The norm of what a layer has accumulated and not sent; None for a dense layer.
+    /// A part of a layer's second moment, free of bias.
+    pub fn second(&self, layer: usize, range: Range<usize>) -> Vec<f32> {
+        let compressor = self.compressors.get(layer).and_then(Option::as_ref);
+        compressor.map_or_else(|| vec![0.0; range.len()], |compressor| compressor.second(range.clone()))
+    }
+
+    /// What the other ranks told of theirs.
+    pub fn give_second(&mut self, layer: usize, begin: usize, values: &[f32]) -> Result<(), SyncError> {
+        let mut old = None;
+        self.change(layer, |compressor| {
+            old = compressor.give_second(begin, values)?;
+            Ok(())
+        })?;
+        self.told.push((layer, begin, old));
+        Ok(())
+    }
+
+    /// The norm of what a layer has accumulated and not sent; None for a dense layer, or one whose device failed.
     pub fn norm(&self, layer: usize) -> Option<f64> {
-        Some(self.compressors.get(layer)?.as_ref()?.norm())
+        self.compressors.get(layer)?.as_ref()?.norm().ok()
+    }
+
+    /// The state of a layer; None for a dense one.
+    pub fn state_of(&self, layer: usize) -> Result<Option<LayerState>, SyncError> {
+        let compressor = self.compressors.get(layer).and_then(Option::as_ref);
+        let unfit = |why| SyncError::Unfit { layer: self.names[layer].clone(), why };
+        compressor.map(|compressor| compressor.save().map_err(unfit)).transpose()
     }
 
     /// The state of every compressed layer, in order.
-    pub fn save(&self) -> Vec<LayerState> {
-        self.compressors.iter().flatten().map(|compressor| compressor.save()).collect()
+    pub fn save(&self) -> Result<Vec<LayerState>, SyncError> {
+        (0..self.names.len()).filter_map(|layer| self.state_of(layer).transpose()).collect()
     }
 
     /// Whether states are those of the compressed layers; a sentence if not.
@@ -117,6 +147,7 @@ impl Layers {
     /// Continues from states that [`Layers::check`] has approved.
     pub fn restore(&mut self, states: &[LayerState]) -> Result<(), SyncError> {
         self.touched.clear();
+        self.told.clear();
         for (compressor, state) in self.compressors.iter_mut().flatten().zip(states) {
             let unfit = |why| SyncError::Unfit { layer: state.name.clone(), why };
             compressor.restore(state).map_err(unfit)?;

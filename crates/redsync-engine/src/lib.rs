@@ -43,15 +43,21 @@ pub mod cost;
 mod error;
 mod exchange;
 pub mod file;
+mod hand_back;
 mod hello;
+mod hosts;
 mod inbox;
 mod layer;
 mod layers;
+mod local;
 pub mod measure;
 pub mod models;
+pub mod offload;
+mod optimizer;
 mod pipeline;
 pub mod plan;
 mod replica;
+mod second;
 mod source;
 pub mod state;
 mod stats;
@@ -59,13 +65,27 @@ mod synchronizer;
 mod target;
 
 pub use compressor::{Device, Host, LayerCompressor};
-pub use config::{Choice, Config, Figures, Method, Preset, Rest, SMALL, Stage, WarmUp};
+pub use config::{Choice, Config, Exchange, Figures, Method, Preset, Rest, SMALL, Stage, WarmUp};
 pub use error::SyncError;
+pub use hand_back::Gathered;
+pub use hosts::{Seat, host_of};
 pub use inbox::Submitter;
 pub use layer::{Kind, Layer};
+pub use local::Local;
+pub use optimizer::Optimizer;
 pub use plan::choices;
+pub use redsync_core::{Adam, Momentum};
 pub use replica::replica_hash;
 pub use source::{Source, Window};
 pub use stats::{LayerStats, StepStats, Traffic};
 pub use synchronizer::{Finished, Synchronizer};
 pub use target::{Target, TargetError, Update};
+
+/// The programs in documents are tested as examples are.
+#[cfg(doctest)]
+mod documents {
+    #[doc = include_str!("../../../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../../docs/rust.md")]
+    struct Rust;
+}

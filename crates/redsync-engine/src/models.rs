@@ -41,7 +41,8 @@ pub struct UnknownModel {
 type Build = fn() -> Vec<Layer>;
 
 /// Every known model: its name, whether it is recurrent, what builds its layers.
-const MODELS: [(&str, bool, Build); 9] = [
+const MODELS: [(&str, bool, Build); 10] = [
+    ("digits-cnn", false, digits_cnn),
     ("vgg16-cifar", false, vgg16_cifar),
     ("resnet44", false, resnet44),
     ("alexnet", false, alexnet),
@@ -54,8 +55,8 @@ const MODELS: [(&str, bool, Build); 9] = [
 ];
 
 /// The names of all known models.
-pub const NAMES: [&str; 9] = {
-    let mut names = [""; 9];
+pub const NAMES: [&str; 10] = {
+    let mut names = [""; 10];
     let mut i = 0;
     while i < names.len() {
         names[i] = MODELS[i].0;
@@ -124,6 +125,13 @@ fn vgg16_features(norm: bool) -> Vec<Layer> {
         index += 1; // so does the pooling
     }
     layers
+}
+
+/// Two convolutions and two dense layers for digits of 8x8: what `redsync train` begins with.
+fn digits_cnn() -> Vec<Layer> {
+    let features = [conv("features.0", 1, 32, 3), conv("features.2", 32, 64, 3)];
+    let classifier = [linear("classifier.0", 64 * 4 * 4, 1000), output("classifier.3", 1000, 10)];
+    features.into_iter().chain(classifier).flatten().collect()
 }
 
 /// VGG16 with batch norm for 32x32 images of ten classes.
@@ -242,6 +250,7 @@ mod tests {
     fn parameter_totals_are_exact() {
         let totals: Vec<_> = all().map(|model| (model.name, model.parameters())).collect();
         let expected = [
+            ("digits-cnn", 1_053_826),
             ("vgg16-cifar", 14_724_042),
             ("resnet44", 658_586),
             ("alexnet", 61_100_840),
@@ -260,7 +269,7 @@ mod tests {
         let counts: Vec<_> = all().map(|model| model.layers.len()).collect();
         assert_eq!(
             counts,
-            [13 * 3 + 2, 43 * 3 + 2, 8 * 2, 16 * 2, 53 * 3 + 2, 10, 10, 5 * 12 + 4, 6 * 12 + 4]
+            [4 * 2, 13 * 3 + 2, 43 * 3 + 2, 8 * 2, 16 * 2, 53 * 3 + 2, 10, 10, 5 * 12 + 4, 6 * 12 + 4]
         );
     }
 

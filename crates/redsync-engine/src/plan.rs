@@ -1,10 +1,11 @@
 //! From layers and a configuration to what happens with each layer, and in which order the ranks exchange.
 //! What must hold: the plan follows from its inputs alone, so it is the same on every rank.
 
-use crate::config::{Choice, Config, Figures, Method, Preset, Rest, SMALL, Stage};
+use crate::config::{Choice, Config, Exchange, Figures, Method, Preset, Rest, SMALL, Stage};
 use crate::cost;
 use crate::cost::{expected_elements, message_bits, message_bytes};
 use crate::error::SyncError;
+use crate::exchange;
 use crate::hello;
 use crate::layer::{Kind, Layer};
 use redsync_comm::Communicator;
@@ -15,6 +16,8 @@ use std::collections::BTreeSet;
 
 /// Small messages share a frame until it has about this many bytes: fewer exchanges, but early ones start early.
 const FRAME_BYTES: usize = 8 << 10;
+/// With owners, so many for each rank: every frame is dealt out among all, and each part has a header.
+const FRAME_BYTES_OF_AN_OWNER: usize = 1 << 10;
 /// Small dense layers share a bucket until it has this many bytes.
 const BUCKET_BYTES: usize = 4 << 20;
 
@@ -26,21 +29,25 @@ pub(crate) struct Group {
     pub layers: Vec<usize>,
 }
 
-/// Turns figures into the size below which layers are dense. Ranks may have measured differently, so rank 0 decides; it
+/// Turns figures into the size below which layers are dense, and the exchange if that was left open. Ranks may have measured differently, so rank 0 decides; it
 /// decides nothing if it has no figures.
 pub(crate) fn agree(layers: &[Layer], config: Config, comm: &dyn Communicator) -> Result<Config, SyncError> {
     let ours = match &config.figures {
         Some(figures) if config.preset == Preset::Carried && config.method != Method::Sgd => {
             figures.platform.check().map_err(|bad| SyncError::Layers(bad.to_string()))?;
             let Figures { platform, compute } = figures;
-            Some(cost::dense_below(layers, &config, platform, comm.size(), *compute)?)
+            Some(cost::decide(layers, &config, platform, comm.size(), *compute)?)
         }
         _ => None,
     };
-    let all = hello::gather(comm, &json!({ "dense below": ours }), &config)?;
-    let decided = all.first().and_then(|first| first["dense below"].as_u64());
-    Ok(match decided.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)) {
-        Some(limit) => Config { dense_below: Some(limit), ..config },
+    let ours = ours.map(|(exchange, limit)| (exchange.name(), limit));
+    let said = json!({ "dense below": ours.map(|(_, limit)| limit), "exchange": ours.map(|(name, _)| name) });
+    let all = hello::gather(comm, &said, &config)?;
+    let first = all.first().cloned().unwrap_or_default();
+    let limit = first["dense below"].as_u64().map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+    let exchange = first["exchange"].as_str().and_then(Exchange::from_name);
+    Ok(match limit {
+        Some(limit) => Config { dense_below: Some(limit), exchange: exchange.or(config.exchange), ..config },
         None => config,
     })
 }
@@ -64,7 +71,7 @@ pub fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncErr
         )));
     }
     if let Some(clip) = config.clip.filter(|clip| !(clip.is_finite() && *clip > 0.0)) {
-        return Err(SyncError::Layers(format!("gradients cannot be clipped to the norm {clip}")));
+        return Err(SyncError::Layers(format!("clip must be a positive norm, got {clip}")));
     }
     Ok(layers.iter().map(|layer| choice(layer, config)).collect())
 }
@@ -100,6 +107,9 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
 /// While more than this is sent, one mean is a poor stand-in for all values, and clearing the momentum of what was sent would throw
 /// most of it away.
 const ONE_MEAN_UP_TO: f64 = 0.01;
+
+/// Owners send on so many times as many elements as one rank chose, but not more than all ranks together.
+const SENT_ON: f64 = 3.0;
 
 /// During a ramp a small layer sends this many times as many elements as it sends at least afterwards.
 const MORE_IN_A_RAMP: usize = 16;
@@ -150,6 +160,7 @@ impl Sent {
                 values: match (quantized, config.bf16) {
                     _ if coarse => Values::TwoBit,
                     (true, _) => Values::Asq,
+                    _ if !plain && config.method == Method::RgcTwoBit => Values::TwoBit,
                     (false, true) if !plain && config.method == Method::RgcAsq => Values::EightBit,
                     (false, true) if !plain => Values::Bf16,
                     (false, _) => Values::F32,
@@ -157,6 +168,12 @@ impl Sent {
                 masking: config.masking && !coarse,
             }),
         }
+    }
+
+    /// What owners send on of what each of so many ranks sends.
+    pub fn sent_on(&self, ranks: usize) -> Sent {
+        let fraction = self.density.fraction() * SENT_ON.min(ranks as f64);
+        Sent { density: Density::new(fraction.min(1.0)).unwrap_or(self.density), masking: false, ..*self }
     }
 
     /// What of it may change from stage to stage.
@@ -174,6 +191,22 @@ impl Sent {
         let elements = expected_elements(self.n, self.density, self.selector);
         (elements, message_bits(self.density, self.indices, self.values), self.values)
     }
+}
+
+/// Who owns which elements of the layers that are compressed, as long as what they send after the warm-up says.
+pub(crate) fn cuts(
+    layers: &[Layer],
+    choices: &[Choice],
+    config: &Config,
+    ranks: usize,
+) -> Vec<Option<exchange::cut::Cut>> {
+    let sends = |(layer, choice): (&Layer, &Choice)| {
+        let sent = Sent::at(*choice, layer.size, config, Stage::Sparse(config.density))?;
+        let (elements, bits, _) = sent.size();
+        Some((layer.size, elements, bits))
+    };
+    let sends: Vec<_> = layers.iter().zip(choices).map(sends).collect();
+    exchange::cut::cuts(&sends, ranks)
 }
 
 /// What the compressor of a layer is made with, if it is compressed.
@@ -197,6 +230,7 @@ pub(crate) fn compressor(
         momentum: layer.momentum.unwrap_or(config.momentum),
         ranks,
         masking,
+        keep: config.keep,
         undo: config.undo,
     }))
 }
@@ -213,7 +247,17 @@ fn bytes(layer: &Layer, choice: Choice, config: &Config, stage: Stage) -> (bool,
 }
 
 /// The groups of a stage, in the order in which every rank exchanges them.
-pub(crate) fn groups(layers: &[Layer], choices: &[Choice], config: &Config, stage: Stage) -> Vec<Group> {
+pub(crate) fn groups(
+    layers: &[Layer],
+    choices: &[Choice],
+    config: &Config,
+    stage: Stage,
+    ranks: usize,
+) -> Vec<Group> {
+    let frame = match config.exchange() {
+        Exchange::Gather | Exchange::Hosts => FRAME_BYTES,
+        Exchange::Owners => FRAME_BYTES.max(FRAME_BYTES_OF_AN_OWNER * ranks),
+    };
     let mut groups = Vec::new();
     // The open group of each kind, dense and sparse, with its bytes.
     let mut open = [(Vec::new(), 0usize), (Vec::new(), 0usize)];
@@ -223,7 +267,7 @@ pub(crate) fn groups(layers: &[Layer], choices: &[Choice], config: &Config, stag
         let (members, total) = &mut open[usize::from(sparse)];
         members.push(i);
         *total += bytes;
-        if *total >= if sparse { FRAME_BYTES } else { BUCKET_BYTES } {
+        if *total >= if sparse { frame } else { BUCKET_BYTES } {
             groups.push(Group { sparse, layers: std::mem::take(members) });
             *total = 0;
         }
@@ -251,7 +295,7 @@ mod tests {
                 let config = Config { method, ..Config::default() };
                 let choices = choices(&layers, &config).unwrap();
                 for stage in [Stage::Dense, Stage::Sparse(0.001), Stage::Sparse(0.25)] {
-                    let groups = groups(&layers, &choices, &config, stage);
+                    let groups = groups(&layers, &choices, &config, stage, 4);
                     let mut seen: Vec<usize> = groups.iter().flat_map(|g| g.layers.clone()).collect();
                     seen.sort_unstable();
                     assert_eq!(seen, (0..layers.len()).collect::<Vec<_>>(), "{name} {method:?} {stage:?}");

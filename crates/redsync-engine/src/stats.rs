@@ -10,6 +10,8 @@ pub struct Traffic {
     pub messages: u64,
     /// After the warm-up: biases, normalization parameters, small and dense layers.
     pub rest: u64,
+    /// After the warm-up: second moments of Adam.
+    pub moments: u64,
     /// After the warm-up: headers of frames and messages.
     pub headers: u64,
     /// Everything that was sent during the warm-up.
@@ -21,16 +23,17 @@ pub struct Traffic {
 impl Traffic {
     /// Everything that was sent.
     pub fn sent(&self) -> u64 {
-        self.messages + self.rest + self.headers + self.warm_up
+        self.messages + self.rest + self.moments + self.headers + self.warm_up
     }
 
-    /// What was sent, by its names, in the order in which people look for it.
-    pub fn parts(&self) -> [(&'static str, u64); 4] {
+    /// What was sent, by its names, in the order in which people look for it; only Adam has the last.
+    pub fn parts(&self) -> [(&'static str, u64); 5] {
         [
             ("warm-up", self.warm_up),
             ("messages", self.messages),
             ("rest", self.rest),
             ("headers", self.headers),
+            ("second moments", self.moments),
         ]
     }
 
@@ -38,7 +41,7 @@ impl Traffic {
     ///
     /// ```
     /// use redsync_engine::Traffic;
-    /// let traffic = Traffic { messages: 6, rest: 3, headers: 1, warm_up: 0, dense: 1000 };
+    /// let traffic = Traffic { messages: 6, rest: 3, headers: 1, dense: 1000, ..Traffic::default() };
     /// assert_eq!((traffic.sent(), traffic.ratio()), (10, 100.0));
     /// ```
     pub fn ratio(&self) -> f64 {
@@ -49,6 +52,7 @@ impl Traffic {
     pub fn add(&mut self, other: &Traffic) {
         self.messages += other.messages;
         self.rest += other.rest;
+        self.moments += other.moments;
         self.headers += other.headers;
         self.warm_up += other.warm_up;
         self.dense += other.dense;
@@ -62,8 +66,12 @@ pub struct LayerStats {
     pub bytes_sent: u64,
     /// How many of them are headers.
     pub header_bytes: u64,
+    /// How many of them are second moments.
+    pub moment_bytes: u64,
     /// Bytes of the other ranks' messages, or of the dense sum.
     pub bytes_received: u64,
+    /// With hosts: bytes for the ranks of the same host, which are not among those above. The first layer of a frame has them.
+    pub inside_bytes: u64,
     /// Elements sent.
     pub elements: u64,
     /// Accumulating, selecting and quantizing; copying for a dense layer.
@@ -83,7 +91,9 @@ impl LayerStats {
     pub fn add(&mut self, other: &LayerStats) {
         self.bytes_sent += other.bytes_sent;
         self.header_bytes += other.header_bytes;
+        self.moment_bytes += other.moment_bytes;
         self.bytes_received += other.bytes_received;
+        self.inside_bytes += other.inside_bytes;
         self.elements += other.elements;
         self.select_ms += other.select_ms;
         self.encode_ms += other.encode_ms;

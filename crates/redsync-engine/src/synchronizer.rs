@@ -2,21 +2,23 @@
 //! What must hold: every rank gets the same updates, bit by bit, in the same order.
 
 use crate::compressor::{Device, Host};
-use crate::config::{Choice, Config, Method, Stage};
+use crate::config::{self, Choice, Config, Method, Stage};
 use crate::error::SyncError;
-use crate::exchange::Gather;
+use crate::exchange::{Exchange, Gather, Owners};
+use crate::hosts::{Hosts, Seat};
 use crate::inbox::Submitter;
 use crate::layer::Layer;
 use crate::layers::Layers;
 use crate::pipeline::dense::norm;
-use crate::pipeline::{Arrived, Pools, Received, Shared, Threads, lock, ms};
+use crate::pipeline::{Arrived, Come, Pools, Received, Shared, Threads, lock, ms};
+use crate::second::Told;
 use crate::source::Source;
-use crate::state::Identity;
+use crate::state::{Identity, LayerState};
 use crate::stats::{StepStats, Traffic};
 use crate::target::{Target, Update};
 use crate::{hello, plan, replica};
 use redsync_comm::{Communicator, Tag};
-use redsync_core::{Momentum, Workspace};
+use redsync_core::{Momentum, Unfit, Workspace};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -71,23 +73,46 @@ impl Synchronizer {
     ) -> Result<Self, SyncError> {
         let config = plan::agree(&layers, config, &*comm)?;
         let choices = plan::choices(&layers, &config)?;
+        let mut agreement = hello::agreement(&layers, &choices, &config);
+        if config.exchange() == config::Exchange::Owners {
+            let cuts = plan::cuts(&layers, &choices, &config, comm.size());
+            agreement.push(("the owners of elements".into(), hello::hash(&format!("{cuts:?}"))));
+        }
+        let hosts = match config.exchange() {
+            config::Exchange::Hosts => {
+                // Who does not speak of hosts hears that first.
+                hello::compare(&*comm, &agreement, &config)?;
+                Some(Hosts::find(&config, &comm)?)
+            }
+            _ => None,
+        };
+        let among = hosts.as_ref().map_or(comm.clone(), |hosts| hosts.across.clone());
+        let parts = hosts.as_ref().map_or_else(|| layers.clone(), |hosts| hosts.parts(&layers));
         let mut compressors = Vec::with_capacity(layers.len());
-        for (number, (layer, choice)) in layers.iter().zip(&choices).enumerate() {
+        for (number, (layer, choice)) in parts.iter().zip(&choices).enumerate() {
             let refuse = |why| SyncError::Config { layer: layer.name.clone(), why };
-            let made = plan::compressor(layer, *choice, &config, comm.size())?
+            let made = plan::compressor(layer, *choice, &config, among.size())?
                 .map(|core| device.compressor(number as u32, layer, core).map_err(refuse));
             compressors.push(made.transpose()?);
         }
-        let agreement = hello::agreement(&layers, &choices, &config);
+        let exchange = exchange(&parts, &choices, &config, &*among)?;
+        if let Some(Hosts { seat, .. }) = &hosts {
+            let what = format!("{} hosts of {} ranks", seat.hosts, seat.on_each);
+            agreement.push(("what was found of hosts".into(), what));
+        }
+        // A rank that could not set itself up has given up by now.
         hello::compare(&*comm, &agreement, &config)?;
         let identity = hello::identity(&layers, &choices, &config);
         let shared = Arc::new(Shared {
             comm,
             plan: hello::fingerprint(&agreement),
-            compressed: Mutex::new(Layers::new(&layers, compressors)),
-            exchange: Box::new(Gather),
+            compressed: Mutex::new(Layers::new(&parts, compressors)),
+            exchange,
             pools: Pools::default(),
+            among,
+            hosts,
             layers,
+            parts,
             choices,
             config,
         });
@@ -119,6 +144,11 @@ impl Synchronizer {
     /// What happens with each layer once the warm-up is over.
     pub fn choices(&self) -> &[Choice] {
         &self.shared.choices
+    }
+
+    /// How messages travel, as the ranks agreed.
+    pub fn exchange(&self) -> config::Exchange {
+        self.shared.config.exchange()
     }
 
     /// Layers of fewer bytes are dense, as the ranks agreed.
@@ -172,7 +202,9 @@ impl Synchronizer {
             return Err(SyncError::Order("a loss scale needs steps that can be taken back (undo)".into()));
         }
         if let Some(scale) = scale.filter(|scale| !(scale.is_finite() && *scale > 0.0)) {
-            return Err(SyncError::Order(format!("a loss cannot be scaled by {scale}")));
+            return Err(SyncError::Order(format!(
+                "the scale of the loss must be a positive number, got {scale}"
+            )));
         }
         let mut inbox = self.submitter.inbox();
         inbox.check_between()?;
@@ -186,7 +218,7 @@ impl Synchronizer {
         let (step, loss_scale) = self.check_complete()?;
         self.recycle();
         let begin = Instant::now();
-        let done = self.collect(loss_scale);
+        let done = self.collect(step, loss_scale);
         if let Err(error) = &done {
             self.submitter.inbox().failure = Some(error.to_string());
             self.recycle();
@@ -213,22 +245,47 @@ impl Synchronizer {
     }
 
     /// Waits for all groups, and finishes what needs all of them.
-    fn collect(&mut self, loss_scale: Option<f32>) -> Result<Finished, SyncError> {
-        while self.place.iter().any(Option::is_none) {
+    fn collect(&mut self, step: u64, loss_scale: Option<f32>) -> Result<Finished, SyncError> {
+        let mut told = None;
+        let listens = self.shared.told_at(step).is_some();
+        while self.place.iter().any(Option::is_none) || (listens && told.is_none()) {
             let gone = || Err(SyncError::Failed("a thread of the synchronizer ended unexpectedly".into()));
-            let arrived = self.threads.outcomes.recv().unwrap_or_else(|_| gone())?;
-            self.keep(arrived);
+            match self.threads.outcomes.recv().unwrap_or_else(|_| gone())? {
+                Come::Group(arrived) => self.keep(arrived),
+                Come::Moments(moments) => told = Some(moments),
+            }
         }
         if loss_scale.is_some() && self.arrived.iter().any(overflowed) {
-            lock(&self.shared.compressed).take_back()?;
+            self.undo()?;
             self.place.fill(None);
             return Ok(Finished::Overflowed);
+        }
+        if let Some(told) = told {
+            self.hear(told)?;
         }
         self.clip_dense();
         for arrived in &mut self.arrived {
             arrived.deliver(&self.shared, &mut self.workspace)?;
         }
         Ok(Finished::Done)
+    }
+
+    /// Takes in what the other ranks told of their second moments.
+    fn hear(&mut self, told: Told) -> Result<(), SyncError> {
+        let total: u64 = told.cost.iter().map(|(_, sent, ..)| sent).sum();
+        for (layer, sent, headers, received) in told.cost {
+            let stats = &mut self.stats.layers[layer];
+            stats.bytes_sent += sent;
+            stats.header_bytes += headers;
+            stats.moment_bytes += sent - headers;
+            stats.bytes_received += received;
+            stats.exchange_ms += told.ms * sent as f64 / total.max(1) as f64;
+        }
+        let mut compressed = lock(&self.shared.compressed);
+        let parts = told.parts.unwrap_or_default();
+        parts
+            .iter()
+            .try_for_each(|(part, values)| compressed.give_second(part.layer, part.range.start, values))
     }
 
     /// Where the bytes of a step went, from what its layers sent.
@@ -238,7 +295,8 @@ impl Synchronizer {
         for (number, layer) in self.stats.layers.iter().enumerate() {
             traffic.dense += 4 * layers[number].size as u64;
             traffic.headers += layer.header_bytes;
-            let elements = layer.bytes_sent - layer.header_bytes;
+            traffic.moments += layer.moment_bytes;
+            let elements = layer.bytes_sent - layer.header_bytes - layer.moment_bytes;
             match choices[number].is_sparse() {
                 true => traffic.messages += elements,
                 false => traffic.rest += elements,
@@ -248,6 +306,13 @@ impl Synchronizer {
             true => Traffic { warm_up: traffic.sent(), dense: traffic.dense, ..Traffic::default() },
             false => traffic,
         }
+    }
+
+    /// The last step was the exchange of so many steps: dense training would have exchanged at each.
+    pub(crate) fn stands_for(&mut self, steps: u64) {
+        let more = self.stats.traffic.dense * steps.saturating_sub(1);
+        self.stats.traffic.dense += more;
+        self.traffic.dense += more;
     }
 
     /// Where the bytes of this rank went since it was made.
@@ -265,7 +330,10 @@ impl Synchronizer {
                 Received::Sparse(messages) => {
                     let mut pool = lock(&self.shared.pools.sparse);
                     for (layer, messages) in arrived.group.layers.iter().zip(messages) {
-                        pool[*layer] = messages;
+                        // With hosts what arrived was made from many, and no buffer was taken.
+                        if let Some(place) = pool.get_mut(*layer) {
+                            *place = messages;
+                        }
                     }
                 }
                 Received::Dense(values) => lock(&self.shared.pools.dense).push(values),
@@ -342,6 +410,13 @@ impl Synchronizer {
             return Err(SyncError::Order("there is no step that could be taken back".into()));
         }
         self.recycle();
+        self.undo()
+    }
+
+    /// Compressed layers are as they were before the last step, and so is what owners keep.
+    fn undo(&self) -> Result<(), SyncError> {
+        let unfit = |why| SyncError::Unfit { layer: "a layer that is owned here".into(), why };
+        self.shared.exchange.take_back().map_err(unfit)?;
         lock(&self.shared.compressed).take_back()
     }
 
@@ -360,23 +435,47 @@ impl Synchronizer {
     /// moved them then. Without it a rate that falls takes away from everything that waits. All ranks say the same.
     pub fn set_rate(&self, layer: usize, rate: f32) -> Result<(), SyncError> {
         self.submitter.inbox().check_between()?;
-        lock(&self.shared.compressed).set_rate(layer, rate)
+        lock(&self.shared.compressed).set_rate(layer, rate)?;
+        let unfit = |why| SyncError::Unfit { layer: self.shared.layers[layer].name.clone(), why };
+        self.shared.exchange.set_rate(layer, rate).map_err(unfit)
     }
 
     /// After a dense warm-up: a compressed layer carries on with its share of the optimizer's momentum buffer.
     pub fn adopt_momentum(&self, layer: usize, buffer: &[f32]) -> Result<(), SyncError> {
-        lock(&self.shared.compressed).adopt_momentum(layer, buffer, self.shared.comm.size())
+        let buffer = self.part_of(layer, buffer)?;
+        lock(&self.shared.compressed).adopt_momentum(layer, buffer, self.shared.among.size())
     }
 
     /// After a dense warm-up with Adam, or from its checkpoint: a compressed layer carries on with the optimizer's first and second
     /// moment after so many steps.
     pub fn adopt_adam(&self, layer: usize, m: &[f32], q: &[f32], steps: u64) -> Result<(), SyncError> {
+        let (m, q) = (self.part_of(layer, m)?, self.part_of(layer, q)?);
         lock(&self.shared.compressed).adopt_adam(layer, m, q, steps)
+    }
+
+    /// What this rank compresses of a vector of a whole layer.
+    fn part_of<'a>(&self, layer: usize, whole: &'a [f32]) -> Result<&'a [f32], SyncError> {
+        let Some(hosts) = &self.shared.hosts else { return Ok(whole) };
+        let missing = || SyncError::Order(format!("there is no compressed layer {layer}"));
+        let Layer { name, size, .. } = self.shared.layers.get(layer).ok_or_else(missing)?;
+        let why = Unfit::Length { what: "the optimizer's state", expected: *size, got: whole.len() };
+        let unfit = || SyncError::Unfit { layer: name.clone(), why };
+        whole.get(hosts.seat.part(layer, *size)).filter(|_| whole.len() == *size).ok_or_else(unfit)
+    }
+
+    /// Where this rank sits, if the ranks of a host sum among themselves.
+    pub fn seat(&self) -> Option<Seat> {
+        self.shared.hosts.as_ref().map(|hosts| hosts.seat)
     }
 
     /// Changes the coefficient of a compressed layer's momentum, as schedules do; its form, plain or Nesterov, stays.
     pub fn set_momentum(&self, layer: usize, momentum: Momentum) -> Result<(), SyncError> {
         lock(&self.shared.compressed).set_momentum(layer, momentum)
+    }
+
+    /// The state of a compressed layer.
+    pub(crate) fn state_of(&self, layer: usize) -> Result<Option<LayerState>, SyncError> {
+        lock(&self.shared.compressed).state_of(layer)
     }
 
     /// Ends the run on all ranks, with a reason that is this rank's own.
@@ -404,6 +503,26 @@ impl Synchronizer {
         }
         Ok(replica::combine(&hashes))
     }
+}
+
+/// The exchange that a configuration asks for.
+fn exchange(
+    layers: &[Layer],
+    choices: &[Choice],
+    config: &Config,
+    comm: &dyn Communicator,
+) -> Result<Box<dyn Exchange>, SyncError> {
+    let (rank, ranks) = (comm.rank(), comm.size());
+    if config.exchange() != config::Exchange::Owners {
+        return Ok(Box::new(Gather { rank }));
+    }
+    let mut configs = Vec::with_capacity(layers.len());
+    for (layer, choice) in layers.iter().zip(choices) {
+        configs.push((layer.name.clone(), plan::compressor(layer, *choice, config, ranks)?));
+    }
+    let cuts = plan::cuts(layers, choices, config, ranks);
+    let refuse = |(layer, why)| SyncError::Config { layer, why };
+    Ok(Box::new(Owners::new(rank, ranks, cuts, configs, config.threads).map_err(refuse)?))
 }
 
 /// Whether a gradient of a scaled loss was not finite.

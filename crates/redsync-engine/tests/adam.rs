@@ -5,7 +5,8 @@ mod common;
 
 use common::{LR, Replica, config, everything, gradient, initial_weights, layers, run};
 use redsync_core::{Adam, Momentum};
-use redsync_engine::{Config, Method};
+use redsync_engine::state::Saved;
+use redsync_engine::{Config, Exchange, Method};
 
 const ADAM: Adam = Adam { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
@@ -47,7 +48,8 @@ fn equal_batches_that_send_everything_are_dense_adam() {
     for ranks in [1, 2, 5] {
         let expected = expected.clone();
         run(ranks, move |_, comm| {
-            let config = everything(Method::Rgc, Momentum::Adam(ADAM));
+            // What others told is some steps old; a rank that keeps to its own has that of today, and here they are the same.
+            let config = Config { share_moments: Some(0), ..everything(Method::Rgc, Momentum::Adam(ADAM)) };
             let mut replica = Replica::new(config, comm).unwrap();
             for step in 0..STEPS {
                 for layer in 0..replica.weights.len() {
@@ -67,6 +69,114 @@ fn equal_batches_that_send_everything_are_dense_adam() {
                     );
                 }
             }
+        });
+    }
+}
+
+/// What every rank told is what the others divide by, and all of it was told after the period.
+#[test]
+fn second_moments_are_told_to_the_others() {
+    const PERIOD: u64 = 8;
+    let states = run(3, move |_, comm| {
+        let config = Config {
+            momentum: Momentum::Adam(ADAM),
+            share_moments: Some(PERIOD),
+            ..config(Method::RgcTwoBit, 0.02)
+        };
+        let mut replica = Replica::new(config, comm).unwrap();
+        (0..64).for_each(|_| replica.step().unwrap());
+        let traffic = replica.sync.traffic();
+        assert!(traffic.moments > 0 && replica.sync.stats().total().moment_bytes > 0);
+        replica.check().unwrap();
+        replica.sync.capture(0, Vec::new()).unwrap()
+    });
+    let unbias = 1.0 / (1.0 - ADAM.beta2.powi(64));
+    for (rank, state) in states.iter().enumerate() {
+        for (at, layer) in state.layers.iter().enumerate() {
+            let given = &layer.second.as_ref().unwrap().given;
+            assert_eq!(given.len(), layer.size, "{}", layer.name);
+            for (i, given) in given.iter().enumerate() {
+                let others = states.iter().enumerate().filter(|(other, _)| *other != rank);
+                let own = |s: &Saved| s.layers[at].second.as_ref().unwrap().own[i];
+                let mean: f32 = others.map(|(_, state)| unbias * own(state) / 3.0).sum();
+                // Some steps old, and within a power of two.
+                assert!(*given > 0.4 * mean && *given < 2.5 * mean, "{}[{i}]: {given} {mean}", layer.name);
+            }
+        }
+    }
+}
+
+/// Equal batches on all ranks, some of it sent and some waiting: what is handed back is where dense training would be.
+#[test]
+fn what_residuals_have_gathered_is_handed_back() {
+    let (plain, nesterov, adam) = (Momentum::Plain(0.9), Momentum::Nesterov(0.9), Momentum::Adam(ADAM));
+    for (momentum, exchange) in [
+        (plain, Exchange::Gather),
+        (nesterov, Exchange::Owners),
+        (adam, Exchange::Owners),
+        (nesterov, Exchange::Hosts),
+        (adam, Exchange::Hosts),
+    ] {
+        let run = |density: f64| {
+            run(4, move |_, comm| {
+                let config = Config {
+                    momentum,
+                    masking: false,
+                    share_moments: Some(0),
+                    exchange: Some(exchange),
+                    ..config(Method::Rgc, density)
+                };
+                let mut replica = Replica::new(config, comm).unwrap();
+                for step in 0..20 {
+                    for layer in 0..replica.weights.len() {
+                        let g = gradient(0, step, layer, replica.weights[layer].len());
+                        replica.sync.submit(layer, g).unwrap();
+                    }
+                    replica.sync.finish().unwrap();
+                    replica.apply().unwrap();
+                }
+                let mut found = Vec::new();
+                for layer in 0..replica.weights.len() {
+                    let Some(gathered) = replica.sync.gathered(layer).unwrap() else { continue };
+                    let weights = replica.weights[layer].iter().zip(&gathered.waiting);
+                    let ends: Vec<f32> = weights.map(|(w, waits)| w - LR * waits).collect();
+                    found.push((ends, gathered));
+                }
+                assert_eq!(found.len(), 3, "the norm is dense");
+                found
+            })
+        };
+        let (some, all) = (run(0.05), run(1.0));
+        assert_eq!(some[0], some[1], "the same on all ranks, to the bit");
+        for ((ends, gathered), (dense, expected)) in some[0].iter().zip(&all[0]) {
+            let near = |a: &[f32], b: &[f32]| {
+                assert_eq!(a.len(), b.len());
+                a.iter().zip(b).for_each(|(a, b)| assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} {b}"));
+            };
+            near(ends, dense);
+            near(&gathered.first, &expected.first);
+            near(&gathered.second, &expected.second);
+            assert!(expected.waiting.iter().all(|waits| *waits == 0.0));
+            assert_eq!(gathered.steps, if matches!(momentum, Momentum::Adam(_)) { 20 } else { 0 });
+        }
+    }
+}
+
+/// Ranks that keep to themselves send nothing of it, and one rank has nobody to tell.
+#[test]
+fn second_moments_stay_where_nobody_wants_them() {
+    for (ranks, period) in [(1, None), (2, Some(0))] {
+        run(ranks, move |_, comm| {
+            let config = Config {
+                momentum: Momentum::Adam(ADAM),
+                share_moments: period,
+                ..config(Method::RgcTwoBit, 0.02)
+            };
+            let mut replica = Replica::new(config, comm).unwrap();
+            (0..9).for_each(|_| replica.step().unwrap());
+            assert_eq!(replica.sync.traffic().moments, 0);
+            let saved = replica.sync.capture(0, Vec::new()).unwrap();
+            assert!(saved.layers.iter().all(|layer| layer.second.as_ref().unwrap().given.is_empty()));
         });
     }
 }

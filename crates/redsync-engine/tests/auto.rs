@@ -27,6 +27,7 @@ fn platform(beta: f64) -> Platform {
         contention: 1.0,
         start: 0.0,
         background: true,
+        ranks_per_host: 1,
         network: Network::new(1e-5, beta),
         rates: Rates {
             select: Selection { exact: slow, trimmed: slow, threshold: slow, sampled: slow, carried: slow },

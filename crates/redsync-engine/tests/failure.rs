@@ -305,7 +305,7 @@ fn a_rank_that_cannot_be_set_up_does_not_hold_up_the_others() {
         let density = if rank == BAD_RANK { 1.5 } else { 0.1 };
         Synchronizer::new(layers(), config(Method::Rgc, density), comm).err().unwrap().to_string()
     });
-    assert_eq!(errors[1], "layer first: density 1.5 is not above 0 and at most 1");
+    assert_eq!(errors[1], "layer first: density must be above 0 and at most 1, got 1.5");
     assert_eq!(errors[0], format!("rank 1 gave up: {}", errors[1]));
     assert_eq!(errors[2], errors[0]);
 }
@@ -382,13 +382,13 @@ fn nonsense_in_the_configuration_is_refused() {
         |config: Config| run(1, move |_, comm| Replica::new(config.clone(), comm).err().unwrap().to_string());
     for clip in [0.0, -1.0, f32::NAN, f32::INFINITY] {
         let texts = refused(Config { clip: Some(clip), ..config(Method::Rgc, 0.1) });
-        assert!(texts[0].contains("clipped"), "{texts:?}");
+        assert!(texts[0].contains("clip must be a positive norm"), "{texts:?}");
     }
     let mut quantized_output = config(Method::RgcAsq, 0.1);
     let choice = Choice::Sparse { selector: Selector::Carried, quantized: true };
     quantized_output.layers.insert("out".into(), choice);
     assert!(refused(quantized_output)[0].contains("never quantized"));
-    assert!(refused(config(Method::Rgc, 0.0))[0].contains("density 0"));
+    assert!(refused(config(Method::Rgc, 0.0))[0].contains("density must be above 0 and at most 1, got 0"));
 }
 
 /// A window that does not lie within its buffer has the wrong length; afterwards the right one can still be submitted.

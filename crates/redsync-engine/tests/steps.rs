@@ -8,8 +8,8 @@ use common::{Replica, assert_close, bits, config, dense_sgd, everything, gradien
 use redsync_core::{Compressor, Gradient, Momentum, Sparse, Unfit, Workspace};
 use redsync_engine::state::LayerState;
 use redsync_engine::{
-    Config, Device, Finished, Host, Kind, Layer, LayerCompressor, Method, Source, SyncError, Synchronizer,
-    Target, TargetError, Update, WarmUp,
+    Config, Device, Exchange, Finished, Host, Kind, Layer, LayerCompressor, Method, Source, SyncError,
+    Synchronizer, Target, TargetError, Update, WarmUp,
 };
 use std::sync::{Arc, Mutex};
 
@@ -114,10 +114,14 @@ fn an_overflow_on_one_rank_is_taken_back_on_all() {
         for clip in [None, Some(0.5)] {
             // A compressed layer, and a dense one.
             for layer in [0, 1, 2, 3] {
-                for value in [f32::INFINITY, f32::NAN] {
-                    let config = Config { clip, ..undoing(method) };
+                for (value, exchange) in [
+                    (f32::INFINITY, None),
+                    (f32::NAN, Some(Exchange::Owners)),
+                    (f32::NAN, Some(Exchange::Hosts)),
+                ] {
+                    let config = Config { clip, exchange, ..undoing(method) };
                     let what = format!("{method:?} {clip:?} layer {layer} {value}");
-                    run(3, move |rank, comm| {
+                    run(4, move |rank, comm| {
                         let mut replica = Replica::new(config.clone(), comm).unwrap();
                         (0..3).for_each(|_| {
                             scaled_step(&mut replica, Some(64.0), None);
@@ -151,7 +155,7 @@ fn a_loss_scale_needs_steps_that_can_be_taken_back_and_has_to_be_one() {
         let replica = Replica::new(undoing(Method::Rgc), comm).unwrap();
         for scale in [0.0, -1.0, f32::NAN, f32::INFINITY] {
             let refused = replica.sync.set_loss_scale(Some(scale)).unwrap_err().to_string();
-            assert_eq!(refused, format!("a loss cannot be scaled by {scale}"));
+            assert_eq!(refused, format!("the scale of the loss must be a positive number, got {scale}"));
         }
         replica.sync.submit(0, vec![0.0; 700]).unwrap();
         assert!(replica.sync.set_loss_scale(None).unwrap_err().to_string().contains("under way"));
@@ -327,8 +331,13 @@ impl LayerCompressor for Far {
         self.0.accumulate(step, Gradient::F32(&remote.values), scale, workspace)
     }
 
-    fn select(&mut self, step: u64, message: &mut Sparse, workspace: &mut Workspace) {
-        LayerCompressor::select(&mut self.0, step, message, workspace);
+    fn select(
+        &mut self,
+        step: u64,
+        message: &mut Sparse,
+        workspace: &mut Workspace,
+    ) -> Result<(), redsync_core::LayerError> {
+        LayerCompressor::select(&mut self.0, step, message, workspace)
     }
 
     fn give_back(&mut self, elements: &Sparse) -> Result<(), Unfit> {
@@ -359,7 +368,19 @@ impl LayerCompressor for Far {
         self.0.adopt_adam(m, q, steps)
     }
 
-    fn save(&self) -> LayerState {
+    fn second(&self, range: std::ops::Range<usize>) -> Vec<f32> {
+        self.0.second(range)
+    }
+
+    fn give_second(&mut self, begin: usize, values: &[f32]) -> Result<Option<Vec<f32>>, Unfit> {
+        self.0.give_second(begin, values)
+    }
+
+    fn withdraw_second(&mut self, begin: usize, old: Option<&[f32]>) -> Result<(), Unfit> {
+        self.0.withdraw_second(begin, old)
+    }
+
+    fn save(&self) -> Result<LayerState, Unfit> {
         self.0.save()
     }
 
@@ -371,7 +392,7 @@ impl LayerCompressor for Far {
         LayerCompressor::restore(&mut self.0, state)
     }
 
-    fn norm(&self) -> f64 {
+    fn norm(&self) -> Result<f64, Unfit> {
         self.0.norm()
     }
 }
@@ -381,8 +402,14 @@ fn a_rate_is_told_between_steps_and_makes_sense() {
     run(1, |_, comm| {
         let mut replica = Replica::new(config(Method::RgcAsq, 0.02), comm).unwrap();
         let refused = |rate: f32, sync: &Synchronizer| sync.set_rate(0, rate).unwrap_err().to_string();
-        assert_eq!(refused(-0.5, &replica.sync), "layer first: a learning rate of -0.5 is none");
-        assert!(refused(f32::NAN, &replica.sync).ends_with("a learning rate of NaN is none"));
+        assert_eq!(
+            refused(-0.5, &replica.sync),
+            "layer first: the learning rate must be a positive number, got -0.5"
+        );
+        assert!(
+            refused(f32::NAN, &replica.sync)
+                .ends_with("the learning rate must be a positive number, got NaN")
+        );
         replica.sync.set_rate(1, 0.5).unwrap(); // dense: nothing waits there
         assert!(replica.sync.set_rate(9, 0.5).unwrap_err().to_string().contains("no compressed layer 9"));
         replica.sync.submit(3, vec![1f32; 200]).unwrap();

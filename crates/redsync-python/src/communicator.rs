@@ -48,7 +48,11 @@ impl Group {
         let patience = Duration::try_from_secs_f64(patience)
             .ok()
             .filter(|patience| !patience.is_zero())
-            .ok_or_else(|| PyValueError::new_err(format!("a patience of {patience} seconds is none")))?;
+            .ok_or_else(|| {
+                PyValueError::new_err(format!(
+                    "patience must be a positive number of seconds, got {patience}"
+                ))
+            })?;
         Ok(Group(Mutex::new(Some(Arc::new(Torch::open(py, process_group, patience)?)))))
     }
 
@@ -145,6 +149,16 @@ impl Torch {
     }
 }
 
+impl Torch {
+    fn deal(&self, tag: Tag, messages: Vec<Vec<u8>>, work: fn(Vec<Vec<u8>>) -> Work) -> Pending<Gathered> {
+        if messages.len() != self.shared.size {
+            return Pending::ready(Err(CommError::miscounted(ENGINE, messages.len(), self.shared.size)));
+        }
+        let length = messages.iter().map(|message| message.len() as u64).sum();
+        self.start(Call { kind: Kind::Alltoall, tag, length }, work(messages), |done| done.messages)
+    }
+}
+
 impl Communicator for Torch {
     fn rank(&self) -> usize {
         self.shared.rank
@@ -169,11 +183,11 @@ impl Communicator for Torch {
     }
 
     fn alltoall(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered> {
-        if messages.len() != self.size() {
-            return Pending::ready(Err(CommError::miscounted(ENGINE, messages.len(), self.size())));
-        }
-        let length = messages.iter().map(|message| message.len() as u64).sum();
-        self.start(Call { kind: Kind::Alltoall, tag, length }, Work::Scatter(messages), |done| done.messages)
+        self.deal(tag, messages, Work::Scatter)
+    }
+
+    fn alltoall_few(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered> {
+        self.deal(tag, messages, Work::ScatterFew)
     }
 
     fn barrier(&self, tag: Tag) -> Pending<()> {

@@ -7,6 +7,7 @@
 //! The Python half, `python/redsync`, knows models, hooks and optimizers, and never looks into a message.
 
 mod communicator;
+mod device;
 mod failure;
 mod memory;
 mod settings;

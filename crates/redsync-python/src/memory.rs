@@ -3,6 +3,7 @@
 //! long as the tensor says.
 #![allow(unsafe_code)]
 
+use bytemuck::NoUninit;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,6 +14,11 @@ use redsync_core::{Gradient, bf16, f16};
 /// lends them leaves them alone until it is done, and for ever if that cannot be known.
 pub fn lend<'py>(py: Python<'py>, bytes: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     at(py, bytes.as_ptr().addr(), bytes.len(), "uint8")
+}
+
+/// Numbers of this program as such a tensor; None where there are none, of which no tensor can be made.
+pub fn lent<'py, T: NoUninit>(py: Python<'py>, values: &[T]) -> PyResult<Option<Bound<'py, PyAny>>> {
+    (!values.is_empty()).then(|| lend(py, bytemuck::cast_slice(values))).transpose()
 }
 
 /// Values of this program as a tensor that PyTorch may change, in their place; for the rest see [`lend`].

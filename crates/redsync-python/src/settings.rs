@@ -3,7 +3,7 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use redsync_core::{Adam, Momentum};
-use redsync_engine::{Choice, Config, Kind, Layer, Method, Preset, Rest, WarmUp};
+use redsync_engine::{Choice, Config, Exchange, Kind, Layer, Method, Preset, Rest, WarmUp};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -18,8 +18,15 @@ pub struct Settings {
     /// None: the plan's own limit.
     dense_below: Option<usize>,
     rest: String,
+    /// None: gather, or with figures what is predicted to be faster.
+    exchange: Option<String>,
+    /// The name of the host that this rank is on.
+    host: Option<String>,
     at_least: usize,
     masking: bool,
+    keep: f32,
+    /// Within how many steps second moments are told; 0 for never.
+    share_moments: Option<u64>,
     bf16: bool,
     warm_up: (String, u64),
     clip: Option<f32>,
@@ -95,6 +102,12 @@ impl Settings {
         let rests = Rest::ALL.map(Rest::name).join(", ");
         let rest = Rest::from_name(&self.rest)
             .ok_or_else(|| wrong(format!("no rest {:?}: choose one of {rests}", self.rest)))?;
+        let exchanges = Exchange::ALL.map(Exchange::name).join(", ");
+        let known = |name: &String| {
+            let none = || wrong(format!("no exchange {name:?}: choose one of {exchanges}"));
+            Exchange::from_name(name).ok_or_else(none)
+        };
+        let exchange = self.exchange.as_ref().map(known).transpose()?;
         let deadline = Duration::try_from_secs_f64(self.deadline);
         Ok(Config {
             method,
@@ -102,15 +115,20 @@ impl Settings {
             layers: self.choices()?,
             dense_below: self.dense_below,
             rest,
+            exchange,
+            host: self.host.clone(),
             at_least: self.at_least,
             density: self.density,
             warm_up,
             masking: self.masking,
+            keep: self.keep,
+            share_moments: self.share_moments,
             bf16: self.bf16,
             clip: self.clip,
             undo: self.undo,
-            deadline: deadline
-                .map_err(|_| wrong(format!("a deadline of {} seconds is none", self.deadline)))?,
+            deadline: deadline.map_err(|_| {
+                wrong(format!("deadline must be a positive number of seconds, got {}", self.deadline))
+            })?,
             threads: self.threads,
             agree: self.agree.clone(),
             ..Config::default()

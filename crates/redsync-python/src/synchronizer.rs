@@ -2,6 +2,7 @@
 //! What must hold: the GIL is never held while something is waited for.
 
 use crate::communicator::Group;
+use crate::device::Devices;
 use crate::failure::{raise, refuse};
 use crate::memory::Tensor;
 use crate::settings::{self, Parameter, Rule, Settings};
@@ -47,9 +48,17 @@ impl Synchronizer {
 #[pymethods]
 impl Synchronizer {
     /// A synchronizer for the parameters of a model: name, number of elements, kind (`weight`, `bias-or-norm` or `output`), and
-    /// the rule by which gradients enter. All ranks of the group make one.
+    /// the rule by which gradients enter. `devices` is asked for each layer that can be compressed where the model is, by its number.
+    /// All ranks of the group make one.
     #[new]
-    fn new(py: Python<'_>, group: &Group, parameters: Vec<Parameter>, settings: Settings) -> PyResult<Self> {
+    #[pyo3(signature = (group, parameters, settings, devices=None))]
+    fn new(
+        py: Python<'_>,
+        group: &Group,
+        parameters: Vec<Parameter>,
+        settings: Settings,
+        devices: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
         let comm: Arc<dyn Communicator> = group.communicator()?;
         let config = settings.config().inspect_err(|error| comm.give_up(&error.value(py).to_string()))?;
         let layers: Vec<engine::Layer> = parameters.iter().map(settings::layer).collect();
@@ -59,7 +68,7 @@ impl Synchronizer {
                 let platform = measure::platform(comm.clone(), &config, &mut |_| ())?;
                 config.figures = Some(Figures { platform, compute: Compute::default() });
             }
-            engine::Synchronizer::new(layers, config, comm)
+            engine::Synchronizer::on(&Devices(devices), layers, config, comm)
         });
         let sync = made.map_err(|error| refuse(py, error))?;
         Ok(Synchronizer { submitter: sync.submitter(), sync: Mutex::new(Some(sync)) })
@@ -129,8 +138,36 @@ impl Synchronizer {
         self.with(py, |sync| sync.adopt_adam(layer, first, second, steps))
     }
 
-    /// Hands over the gradient of a parameter, whose place the averaged one takes. `used` is false where this rank has none.
-    #[pyo3(signature = (layer, flat, used, staging=None, ready=None))]
+    /// Writes what a compressed parameter has gathered on all ranks into tensors of single precision, as an optimizer keeps it: momentum
+    /// and Adam's second moment, where there are such, and what waits. All ranks call it. Returns the steps of Adam, and the rate at which what
+    /// waits is to be applied, if one is known.
+    fn hand_back(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        first: Option<Tensor>,
+        second: Option<Tensor>,
+        waiting: Tensor,
+    ) -> PyResult<(u64, Option<f32>)> {
+        let gathered = self.with(py, |sync| sync.gathered(layer))?;
+        let wrong = || PyValueError::new_err("there is nothing of that form to be handed back");
+        let gathered = gathered.ok_or_else(wrong)?;
+        let wanted =
+            [(first, &gathered.first), (second, &gathered.second), (Some(waiting), &gathered.waiting)];
+        for (tensor, values) in wanted {
+            if let Some(mut tensor) = tensor
+                && !tensor.write_rounded(values)
+            {
+                return Err(wrong());
+            }
+        }
+        Ok((gathered.steps, gathered.rate))
+    }
+
+    /// Hands over the gradient of a parameter, whose place the averaged one takes. `used` is false where this rank has none, `whole`
+    /// whether the host needs all of it.
+    #[pyo3(signature = (layer, flat, used, staging=None, ready=None, whole=true))]
+    #[expect(clippy::too_many_arguments, reason = "Python names them")]
     fn submit(
         &self,
         py: Python<'_>,
@@ -139,15 +176,17 @@ impl Synchronizer {
         used: bool,
         staging: Option<Py<PyAny>>,
         ready: Option<Py<PyAny>>,
+        whole: bool,
     ) -> PyResult<()> {
         let (given, wanted) = match staging {
             None => (Given::Here(flat.extract()?), Wanted::Here(flat.extract()?)),
             Some(staging) => {
                 let len = flat.call_method0("numel")?.extract()?;
                 let (flat, ready) = (flat.unbind(), ready.unwrap_or_else(|| py.None()));
+                let (there, then) = (flat.clone_ref(py), ready.clone_ref(py));
                 let wanted =
-                    Wanted::There { layer, flat: flat.clone_ref(py), staging: staging.clone_ref(py) };
-                (Given::There { layer, len, flat, ready, staging, host: None }, wanted)
+                    Wanted::There { layer, len, flat: there, ready: then, staging: staging.clone_ref(py) };
+                (Given::There { layer, len, flat, ready, staging, whole, host: None }, wanted)
             }
         };
         let handed = match used {
@@ -173,11 +212,11 @@ impl Synchronizer {
         })
     }
 
-    /// Where the bytes of all steps went: messages, rest, headers and warm-up.
-    fn traffic(&self, py: Python<'_>) -> PyResult<(u64, u64, u64, u64)> {
+    /// Where the bytes of all steps went: messages, rest, headers, warm-up and second moments.
+    fn traffic(&self, py: Python<'_>) -> PyResult<(u64, u64, u64, u64, u64)> {
         self.with(py, |sync| {
-            let Traffic { messages, rest, headers, warm_up, dense: _ } = sync.traffic();
-            Ok((messages, rest, headers, warm_up))
+            let Traffic { messages, rest, headers, warm_up, moments, dense: _ } = sync.traffic();
+            Ok((messages, rest, headers, warm_up, moments))
         })
     }
 
@@ -203,10 +242,9 @@ impl Synchronizer {
     /// what its problem is.
     fn restore(&self, py: Python<'_>, states: Vec<Dict>, problem: Option<String>) -> PyResult<()> {
         self.with(py, |sync| {
-            let (rank, ranks) = sync.rank();
             let state = match problem {
                 Some(problem) => Err(problem),
-                None => join(&states, rank, ranks),
+                None => join(sync, &states),
             };
             sync.restore(state).map(drop)
         })
@@ -219,7 +257,8 @@ impl Synchronizer {
 }
 
 /// This rank's own state, or its share of all old ranks' states.
-fn join(states: &[Dict], rank: usize, ranks: usize) -> Result<Saved, String> {
+fn join(sync: &engine::Synchronizer, states: &[Dict]) -> Result<Saved, String> {
+    let ranks = sync.rank().1;
     let mut saved = states.iter().map(Dict::saved).collect::<Result<Vec<_>, _>>()?;
     match &saved[..] {
         [one] if one.ranks == ranks => Ok(saved.remove(0)),
@@ -227,6 +266,6 @@ fn join(states: &[Dict], rank: usize, ranks: usize) -> Result<Saved, String> {
             "it is of {old} ranks, this job has {ranks}: pass the states of all {old} old ranks as a list",
             old = one.ranks
         )),
-        _ => Saved::reshare(saved, rank, ranks).map_err(|error| error.to_string()),
+        _ => sync.share_of(saved).map_err(|error| error.to_string()),
     }
 }

@@ -1,24 +1,26 @@
 //! A tensor of PyTorch as the engine's source and target: the gradient that goes in, and what it is replaced by.
-//! What must hold: elements of the host are never copied; those of a device go through memory of the host, which the package's
-//! staging provides.
+//! What must hold: elements of the host are never copied; those of a device go to the host only where they are wanted there, through
+//! memory that the package's staging provides, and of an update only what is not zero goes back.
 
-use crate::memory::Tensor;
+use crate::memory::{Tensor, lent};
 use pyo3::prelude::*;
 use redsync_core::apply::{self, ApplyError};
-use redsync_core::{Gradient, Workspace};
+use redsync_core::{Gradient, Sparse, Workspace};
 use redsync_engine::{Source, Target, TargetError, Update};
 
 /// Elements of a bucket on their way to the compressor.
 pub enum Given {
     /// On the host.
     Here(Tensor),
-    /// On a device: the number of the layer, its elements, the moment from which they can be read, and the way to the host.
+    /// On a device: the number of the layer, its elements, the moment from which they can be read, the way to the host, and whether
+    /// it is taken.
     There {
         layer: usize,
         len: usize,
         flat: Py<PyAny>,
         ready: Py<PyAny>,
         staging: Py<PyAny>,
+        whole: bool,
         host: Option<Tensor>,
     },
 }
@@ -32,7 +34,7 @@ impl Source for Given {
     }
 
     fn fetch(&mut self) -> Result<(), String> {
-        let Given::There { layer, flat, ready, staging, host, .. } = self else { return Ok(()) };
+        let Given::There { layer, flat, ready, staging, whole: true, host, .. } = self else { return Ok(()) };
         let fetched = Python::attach(|py| {
             staging.bind(py).call_method1("fetch", (*layer, flat.bind(py), ready.bind(py)))?.extract()
         });
@@ -53,7 +55,7 @@ pub enum Wanted {
     /// On the host.
     Here(Tensor),
     /// On a device; see [`Given::There`].
-    There { layer: usize, flat: Py<PyAny>, staging: Py<PyAny> },
+    There { layer: usize, len: usize, flat: Py<PyAny>, ready: Py<PyAny>, staging: Py<PyAny> },
 }
 
 impl Target for Wanted {
@@ -63,21 +65,60 @@ impl Target for Wanted {
     }
 
     fn fill(&mut self, update: Update<'_>, scale: f32, workspace: &mut Workspace) -> Result<(), TargetError> {
-        match self {
-            Wanted::Here(tensor) => fill(tensor, update, scale, workspace),
-            Wanted::There { layer, flat, staging } => {
-                let lost = |error: PyErr| TargetError::Device(error.to_string());
-                let target = Python::attach(|py| {
-                    staging.bind(py).call_method1("target", (*layer, flat.bind(py)))?.extract::<Tensor>()
-                });
-                fill(&mut target.map_err(lost)?, update, scale, workspace)?;
-                let stored = Python::attach(|py| {
-                    staging.bind(py).call_method1("store", (*layer, flat.bind(py))).map(drop)
-                });
-                stored.map_err(lost)
+        let Wanted::There { layer, len, flat, ready, staging } = self else {
+            let Wanted::Here(tensor) = self else { return Ok(()) };
+            return fill(tensor, update, scale, workspace);
+        };
+        let lost = |error: PyErr| TargetError::Device(error.to_string());
+        if let Update::Sparse(messages) = update
+            && DENSE_FROM * messages.iter().map(Sparse::len).sum::<usize>() < *len
+        {
+            let (indices, values) = merged(messages, *len, scale)?;
+            let stored = Python::attach(|py| {
+                let elements = (lent(py, &indices)?, lent(py, &values)?);
+                staging
+                    .bind(py)
+                    .call_method1("scatter", (*layer, flat.bind(py), ready.bind(py), elements.0, elements.1))
+                    .map(drop)
+            });
+            return stored.map_err(lost);
+        }
+        let target = Python::attach(|py| {
+            staging.bind(py).call_method1("target", (*layer, flat.bind(py)))?.extract::<Tensor>()
+        });
+        fill(&mut target.map_err(lost)?, update, scale, workspace)?;
+        let stored = Python::attach(|py| {
+            staging.bind(py).call_method1("store", (*layer, flat.bind(py), ready.bind(py))).map(drop)
+        });
+        stored.map_err(lost)
+    }
+}
+
+/// Two numbers of four bytes per element cross, or one for every element of the layer.
+const DENSE_FROM: usize = 2;
+
+/// `scale` times the sum of messages, in rank order, where it is not zero: indices, which rise, and values. The bits are those of
+/// [`apply::fill`].
+fn merged(messages: &[Sparse], ours: usize, scale: f32) -> Result<(Vec<u32>, Vec<f32>), ApplyError> {
+    if let Some((rank, message)) =
+        messages.iter().enumerate().find(|(_, message)| message.dense_len() != ours)
+    {
+        return Err(ApplyError { rank, theirs: message.dense_len(), ours });
+    }
+    let mut indices: Vec<u32> =
+        messages.iter().flat_map(|message| message.iter().map(|(index, _)| index)).collect();
+    indices.sort_unstable();
+    indices.dedup();
+    let mut values = vec![0.0; indices.len()];
+    for message in messages {
+        let mut places = indices.iter().zip(&mut values);
+        for (index, value) in message.iter() {
+            if let Some((_, sum)) = places.find(|(place, _)| **place == index) {
+                *sum += scale * value;
             }
         }
     }
+    Ok((indices, values))
 }
 
 /// The update, rounded to what the elements are.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import atexit
 import multiprocessing
 import os
 import pathlib
@@ -35,6 +35,7 @@ def _store(rank: int, ranks: int, ports: Any) -> dist.TCPStore:
 
 
 def _child(rank: int, ranks: int, ports: Any, out: pathlib.Path, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    atexit._clear()  # what is registered there is the parent's
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", store=_store(rank, ranks, ports), rank=rank, world_size=ranks)
@@ -43,7 +44,7 @@ def _child(rank: int, ranks: int, ports: Any, out: pathlib.Path, run: Callable[.
         result = (type(error).__name__, f"{error}\n{traceback.format_exc()}")
     torch.save(result, out / f"{rank}.tmp")
     (out / f"{rank}.tmp").rename(out / f"{rank}.pt")
-    gc.collect()  # what lives on in cycles is finished here as at the end of a program
+    atexit._run_exitfuncs()  # as at the end of a program, which a forked child does not have: a rank that gave up is heard
     os._exit(0)
 
 

@@ -147,7 +147,7 @@ def test_what_is_wrong_with_a_group_is_an_exception():
     def run():
         module = extension()
         for patience in (0.0, -1.0, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match="is none"):
+            with pytest.raises(ValueError, match="patience must be a positive number of seconds"):
                 module.Group(dist.group.WORLD, patience=patience)
         group = module.Group(dist.group.WORLD, patience=PATIENCE)
         group.close()

@@ -54,6 +54,8 @@ def load(parts, path):
         (3, {"density": 0.01, "warmup": 4}),
         (2, {"plan": "paper", "warmup": ("ramp", 12)}),
         (2, {"warmup": 0, "rest": "2bit"}),
+        (3, {"exchange": "owners", "density": 0.02, "warmup": ("ramp", 12)}),
+        (4, {"exchange": "hosts", "ranks_per_host": 2, "density": 0.02, "warmup": ("ramp", 12)}),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, ranks, settings):
@@ -100,16 +102,29 @@ def test_a_schedule_of_the_momentum_resumes_to_the_same_bits():
         assert all(torch.equal(a, b) for a, b in zip(whole, resumed))
 
 
-@pytest.mark.parametrize("new", [1, 2, 4])
-def test_another_number_of_ranks_keeps_the_sums(tmp_path, new):
+def kept(states, name):
+    """What all owners keep of a layer, each element at its place."""
+    like = states[0][name]["v"]
+    whole = torch.zeros(like.numel(), dtype=torch.float64)
+    for rank, layers in enumerate(states):
+        if "kept" in layers[name]:
+            _, block, ranks, owners, first = layers[name]["cut"].tolist()
+            place = torch.arange(len(layers[name]["kept"]))
+            number = place // block * owners + (rank - first) % ranks
+            whole[number * block + place % block] += layers[name]["kept"].double()
+    return whole.view(like.shape)
+
+
+@pytest.mark.parametrize("new, exchange", [(1, "gather"), (2, "gather"), (4, "gather"), (1, "owners"), (4, "owners")])
+def test_another_number_of_ranks_keeps_the_sums(tmp_path, new, exchange):
     def first():
-        parts = setup(method="rgc")
+        parts = setup(method="rgc", exchange=exchange)
         train(parts, range(6))
         save(parts, tmp_path / f"{dist.get_rank()}.pt")
         return parts[3].state_dict()["layers"]
 
     def second():
-        parts = setup(method="rgc")
+        parts = setup(method="rgc", exchange=exchange)
         parts[3].load_state_dict([torch.load(tmp_path / f"{rank}.pt", weights_only=True)[3] for rank in range(3)])
         found = parts[3].state_dict()["layers"]
         train(parts, range(6, 8))
@@ -119,8 +134,40 @@ def test_another_number_of_ranks_keeps_the_sums(tmp_path, new):
     before, after = on_ranks(3, first), on_ranks(new, second)
     for name in before[0]:
         for key in "uv":
-            old = sum(layers[name][key].double() for layers in before)
-            torch.testing.assert_close(sum(layers[name][key].double() for layers in after), old, rtol=0, atol=1e-7)
+            old, found = (sum(layers[name][key].double() for layers in states) for states in (before, after))
+            if key == "v":
+                old, found = old + kept(before, name), found + kept(after, name)
+            torch.testing.assert_close(found, old, rtol=0, atol=1e-7)
+    assert any("kept" in layer for layer in before[0].values()) == (exchange == "owners")
+
+
+@pytest.mark.parametrize("new, settings", [(3, {}), (4, {}), (2, {"exchange": "hosts", "ranks_per_host": 2})])
+def test_what_ranks_of_a_host_have_in_parts_continues_elsewhere(new, settings):
+    def first():
+        parts = setup(method="rgc", exchange="hosts", ranks_per_host=2)
+        train(parts, range(6))
+        return parts[0].module.state_dict(), parts[1].state_dict(), parts[3].state_dict()
+
+    def second(states):
+        parts = setup(method="rgc", **settings)
+        parts[0].module.load_state_dict(states[0][0])
+        parts[1].load_state_dict(states[0][1])
+        parts[3].load_state_dict([state for *_, state in states])
+        found = parts[3].state_dict()["layers"]
+        train(parts, range(6, 8))
+        parts[3].check_replicas()
+        return found
+
+    states = on_ranks(4, first)
+    before, after = [state["layers"] for *_, state in states], on_ranks(new, second, states)
+    assert [state["seat"] for *_, state in states] == [[0, 2, 0, 2], [0, 2, 1, 2], [1, 2, 0, 2], [1, 2, 1, 2]]
+    for name in before[0]:
+        for key in "uv":
+            of = [[layers[name].get(key, torch.empty(0)).double().reshape(-1) for layers in states] for states in (before, after)]
+            (a, b, c, d), ranks = of
+            old = torch.cat([a, b]) + torch.cat([c, d])
+            found = torch.cat(ranks) if settings else sum(ranks)
+            torch.testing.assert_close(found, old, rtol=0, atol=1e-7)
 
 
 def test_a_state_is_plain_tensors():
@@ -173,8 +220,14 @@ def damaged(change, seal=True):
         (lambda s: s["layers"].pop("0.weight"), "not in both: 0.weight"),
         (lambda s: s["layers"]["0.weight"].update(v=torch.zeros(3)), "0.weight: v of the state has another shape"),
         (lambda s: s["layers"]["0.weight"]["u"].fill_(float("nan")), "0.weight: u of the state is not of finite numbers"),
-        (lambda s: s["layers"]["2.weight"]["remembering"].fill_(-1), "2.weight: remembering of the state is none"),
-        (lambda s: s["layers"]["2.weight"]["remembering"].fill_(0x7FC00000), "2.weight: remembering of the state is none"),
+        (
+            lambda s: s["layers"]["2.weight"]["remembering"].fill_(-1),
+            "2.weight: the remembered thresholds in the state are damaged",
+        ),
+        (
+            lambda s: s["layers"]["2.weight"]["remembering"].fill_(0x7FC00000),
+            "2.weight: the remembered thresholds in the state are damaged",
+        ),
         (
             lambda s: s["layers"]["2.weight"]["momentum"][1].fill_(0),
             "2.weight: momentum cannot change from plain momentum 0.9 to Nesterov momentum 0.9",

@@ -66,7 +66,7 @@ pub enum UnknownModel {
         name: String,
     },
     /// Images for a language model, words for a classifier.
-    #[error("the model {model} takes {takes}, and the data are {data}")]
+    #[error("the model {model} takes {takes}, but the data are {data}")]
     Data {
         /// The model.
         model: String,
@@ -77,7 +77,7 @@ pub enum UnknownModel {
     },
     /// The images are smaller than the network's poolings allow.
     #[error(
-        "the model {model} needs images of at least {least} x {least}, and the data have {height} x {width}"
+        "the model {model} needs images of at least {least} x {least}, but the data have {height} x {width}"
     )]
     Small {
         /// The model.

@@ -91,7 +91,7 @@ impl<'a> Pass<'a> {
             Purpose::Judge => untracked(value),
             Purpose::Train { on_gradient, .. } => {
                 let leaf = Tensor::from_primitive::<Taped>(Tracked::new(value).require_grad());
-                watch(leaf, input, number, on_gradient.clone())
+                watch(leaf, input, number, on_gradient.clone()).expect("all tensors are made on one device")
             }
         }
     }

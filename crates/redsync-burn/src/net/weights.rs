@@ -87,6 +87,11 @@ impl Weights {
         self.tensors.iter().map(values).collect()
     }
 
+    /// The values of all parameters, to change, as [`Weights::values_mut`].
+    pub fn all_mut(&mut self) -> Vec<&mut [f32]> {
+        self.tensors.iter_mut().map(|tensor| tensor.storage_mut::<f32>()).collect()
+    }
+
     /// The values of a parameter, to change. In place unless a pass still shares them.
     pub fn values_mut(&mut self, number: usize) -> &mut [f32] {
         self.tensors[number].storage_mut::<f32>()

@@ -13,7 +13,7 @@ impl<T: Task> Trainer<'_, T> {
         let sums = std::mem::take(&mut self.epoch);
         let (ranks, seconds) = (self.ranks.seat().ranks, sums.seconds.total);
         let own = vec![(sums.loss / sums.steps.max(1) as f64) as f32];
-        let all = self.ranks.sum(self.sync.step(), Op::Loss, "the training loss", own)?;
+        let all = self.ranks.sum(self.steps, Op::Loss, "the training loss", own)?;
         self.average_buffers()?;
         let score = self.judge(false)?;
         let test_loss = score.mean_loss();
@@ -45,7 +45,7 @@ impl<T: Task> Trainer<'_, T> {
         if self.buffers.is_empty() {
             return Ok(());
         }
-        let (own, step, what) = (self.buffers.concat(), self.sync.step(), "running statistics");
+        let (own, step, what) = (self.buffers.concat(), self.steps, "running statistics");
         let dense = 4 * own.len() as u64;
         // Not as f32 where biases and norms are not either.
         let rounded = |choice: &Choice| matches!(choice, Choice::DenseEightBit | Choice::DenseTwoBit);
@@ -68,7 +68,7 @@ impl<T: Task> Trainer<'_, T> {
         let mut pass = Pass::new(&self.weights, &mut self.buffers, Purpose::Judge);
         let own = self.task.judge(&mut pass, last);
         let own = vec![own.loss as f32, own.correct as f32, own.count as f32];
-        let all = self.ranks.sum(self.sync.step(), Op::Score, "the score", own)?;
+        let all = self.ranks.sum(self.steps, Op::Score, "the score", own)?;
         let [loss, correct, count] = [0, 1, 2].map(|at| f64::from(all[at]));
         Ok(Score { loss, correct, count })
     }

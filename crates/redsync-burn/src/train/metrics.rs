@@ -186,7 +186,7 @@ impl Metrics {
         };
         if !old.is_empty() && (!self.append || old.lines().any(|line| is_of_another(line, run))) {
             return Err(TrainError::Setting(format!(
-                "{} is of another run: give another --out",
+                "{} belongs to another run: choose another directory with --out",
                 path.display()
             )));
         }
@@ -356,10 +356,10 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         Metrics::new(dir.path(), false).begin(&run(0)).expect("new metrics");
         let refused = Metrics::new(dir.path(), false).begin(&run(0)).expect_err("a second run");
-        assert!(refused.to_string().contains("is of another run"), "{refused}");
+        assert!(refused.to_string().contains("belongs to another run"), "{refused}");
         let other = RunRecord { seed: 2, ..run(12) };
         let refused = Metrics::new(dir.path(), true).begin(&other).expect_err("resumed in a wrong place");
-        assert!(refused.to_string().contains("is of another run"), "{refused}");
+        assert!(refused.to_string().contains("belongs to another run"), "{refused}");
         assert_eq!(kinds(dir.path()), ["run"]);
     }
 }

@@ -4,6 +4,7 @@
 //! batch --> forward --> loss --> backward --gradients--> Synchronizer --updates--> optimizer --> weights
 //! ```
 
+mod alone;
 mod checkpoint;
 mod epoch;
 mod events;

@@ -7,9 +7,9 @@ use super::ranks::Op;
 use super::task::{Seat, Task};
 use super::trainer::Trainer;
 use super::{Settings, TrainError};
-use redsync_engine::Traffic;
 use redsync_engine::file::About;
 use redsync_engine::state::{Identity, difference};
+use redsync_engine::{Exchange, Local, Traffic};
 use std::path::{Path, PathBuf};
 
 /// Stands before what a run is in the description of its weights.
@@ -25,6 +25,12 @@ impl Kept {
     /// The size below which layers are dense.
     pub fn dense_below(&self) -> Result<usize, TrainError> {
         self.model.number("dense-below")
+    }
+
+    /// How messages travel; an older run gathered them.
+    pub fn exchange(&self) -> Exchange {
+        let name = self.model.about().get("exchange");
+        name.and_then(|name| Exchange::from_name(name)).unwrap_or(Exchange::Gather)
     }
 }
 
@@ -57,6 +63,9 @@ pub(super) fn identity(settings: &Settings, ranks: usize) -> Identity {
         ("method", s.method.name().into()),
         ("density", s.density.to_string()),
         ("auto", s.auto.to_string()),
+        ("every", s.every.map_or("none".into(), |every| every.to_string())),
+        ("outer-rate", s.outer_rate.to_string()),
+        ("keep", s.keep.to_string()),
         ("warm-up", s.warm_up.name().into()),
         ("warm-up-epochs", s.warm_up.epochs().to_string()),
         ("seed", s.seed.to_string()),
@@ -95,11 +104,11 @@ fn about<const N: usize>(entries: [(&str, String); N]) -> About {
 impl<T: Task> Trainer<'_, T> {
     /// Keeps a checkpoint. All ranks call this at the same step.
     pub(super) fn save(&mut self, dir: &Path) -> Result<(), TrainError> {
-        let step = self.sync.step();
+        let step = self.steps;
         let place = checkpoint::place(dir, step);
         std::fs::create_dir_all(&place)
             .map_err(|source| TrainError::Write { path: place.clone(), source })?;
-        let hash = self.sync.check_replicas(&self.weights.all())?;
+        let hash = self.sync.check_replicas(&self.shared())?;
         let Seat { rank, ranks } = self.ranks.seat();
         if rank == 0 {
             self.write_model(&place, hash)?;
@@ -115,20 +124,17 @@ impl<T: Task> Trainer<'_, T> {
     }
 
     fn write_model(&self, place: &Path, hash: u64) -> Result<(), TrainError> {
-        let mut tensors = Vec::new();
-        for (number, layer) in self.sync.layers().iter().enumerate() {
-            tensors.push((layer.name.clone(), self.weights.values(number)));
-            let kept = [("momentum", &self.descent.buffers), ("second-moment", &self.descent.squares)];
-            for (kind, buffers) in kept {
-                if !buffers[number].is_empty() {
-                    tensors.push((format!("{kind}/{}", layer.name), &buffers[number][..]));
-                }
-            }
+        let names = self.sync.layers().iter().map(|layer| layer.name.clone());
+        let mut tensors: Vec<_> = names.zip(self.shared()).collect();
+        if self.local.is_none() {
+            tensors.extend(self.descent.moments());
         }
         let (factor, best) = self.pace.plateau;
         let mut about = about([
             ("dense-below", self.sync.dense_below().to_string()),
-            ("step", self.sync.step().to_string()),
+            ("exchange", self.sync.exchange().name().to_string()),
+            ("step", self.steps.to_string()),
+            ("exchanges", self.sync.step().to_string()),
             ("replica-hash", format!("{hash:016x}")),
             ("plateau-factor", factor.to_string()),
             ("plateau-best", best.to_string()),
@@ -140,12 +146,18 @@ impl<T: Task> Trainer<'_, T> {
         checkpoint::write(&place.join(checkpoint::MODEL_FILE), MODEL, &about, &tensors)
     }
 
+    /// Steps since the ranks had the same weights.
+    fn since_exchange(&self) -> u64 {
+        self.local.as_ref().map_or(0, Local::since)
+    }
+
     fn write_worker(&mut self, place: &Path, hash: u64) -> Result<(), TrainError> {
         let Seat { rank, ranks } = self.ranks.seat();
         let about = about([
             ("ranks", ranks.to_string()),
             ("samples", self.settings.batch_size.to_string()),
-            ("step", self.sync.step().to_string()),
+            ("step", self.steps.to_string()),
+            ("since-exchange", self.since_exchange().to_string()),
             ("replica-hash", format!("{hash:016x}")),
             ("epoch-steps", self.epoch.steps.to_string()),
             ("epoch-loss", self.epoch.loss.to_string()),
@@ -157,6 +169,13 @@ impl<T: Task> Trainer<'_, T> {
         for (number, buffer) in self.buffers.iter().enumerate() {
             tensors.push((format!("running/{number}"), buffer));
         }
+        if self.local.is_some() {
+            tensors.extend(self.descent.moments());
+        }
+        if self.since_exchange() > 0 {
+            let layers = self.sync.layers().iter().enumerate();
+            tensors.extend(layers.map(|(i, layer)| (format!("own/{}", layer.name), self.weights.values(i))));
+        }
         tensors.extend(self.task.rows().into_iter().map(|(name, values)| (name, &*values)));
         checkpoint::write(&checkpoint::worker_file(place, rank), WORKER, &about, &tensors)
     }
@@ -164,15 +183,10 @@ impl<T: Task> Trainer<'_, T> {
     /// Goes on from a checkpoint.
     pub(super) fn resume(&mut self, kept: Kept) -> Result<(), TrainError> {
         let Kept { place, mut model } = kept;
-        let mut weights = Vec::new();
-        let (mut momentum, mut squares) = (Vec::new(), Vec::new());
-        for layer in self.sync.layers() {
-            weights.push(model.take(&layer.name, layer.size)?);
-            for (kind, buffers) in [("momentum", &mut momentum), ("second-moment", &mut squares)] {
-                let name = format!("{kind}/{}", layer.name);
-                buffers.push(if model.has(&name) { model.take(&name, layer.size)? } else { Vec::new() });
-            }
-        }
+        let layers = self.sync.layers();
+        let weights = layers.iter().map(|layer| model.take(&layer.name, layer.size));
+        let weights = weights.collect::<Result<Vec<_>, _>>()?;
+        self.descent.restore(|name, size| mean(name, size, std::slice::from_mut(&mut model)))?;
         model.check_empty()?;
         let damaged = |what: &str| model.wrong(format!("is damaged: its {what} cannot be read"));
         let hash = model.text("replica-hash")?;
@@ -180,15 +194,17 @@ impl<T: Task> Trainer<'_, T> {
         let records = checkpoint::read_epochs(model.text("records")?).ok_or_else(|| damaged("records"))?;
         let seconds = serde_json::from_str(model.text("seconds")?).map_err(|_| damaged("seconds"))?;
         let plateau = (model.number("plateau-factor")?, model.number("plateau-best")?);
-        self.resume_worker(&place, &model)?;
+        for (own, values) in self.weights.all_mut().into_iter().zip(&weights) {
+            own.copy_from_slice(values);
+        }
+        self.resume_worker(&place, &model, weights)?;
         self.sync.load_for(&place, hash)?;
         (self.records, self.seconds, self.pace.plateau) = (records, seconds, plateau);
-        for (number, values) in weights.into_iter().enumerate() {
-            self.weights.values_mut(number).copy_from_slice(&values);
-        }
-        (self.descent.buffers, self.descent.squares) = (momentum, squares);
-        let step: u64 = model.number("step")?;
-        match self.sync.check_replicas(&self.weights.all())? == hash && step == self.sync.step() {
+        self.steps = model.number("step")?;
+        // Older files are of runs that exchanged at every step.
+        let exchanges = if model.about().contains_key("exchanges") { "exchanges" } else { "step" };
+        let exchanges: u64 = model.number(exchanges)?;
+        match self.sync.check_replicas(&self.shared())? == hash && exchanges == self.sync.step() {
             true => Ok(()),
             false => Err(model.wrong("does not belong to the residuals beside it")),
         }
@@ -196,7 +212,12 @@ impl<T: Task> Trainer<'_, T> {
 
     /// This rank's own part; with another number of ranks, the counters and statistics of the first, the mean loss, and of the rows
     /// of all ranks, one behind the other, those that are its own.
-    fn resume_worker(&mut self, place: &Path, model: &Contents) -> Result<(), TrainError> {
+    fn resume_worker(
+        &mut self,
+        place: &Path,
+        model: &Contents,
+        shared: Vec<Vec<f32>>,
+    ) -> Result<(), TrainError> {
         let (Seat { rank, ranks }, batch) = (self.ranks.seat(), self.settings.batch_size);
         let first = Contents::read(checkpoint::worker_file(place, 0), WORKER)?;
         let (old_ranks, old_batch): (usize, usize) = (first.number("ranks")?, first.number("samples")?);
@@ -223,6 +244,22 @@ impl<T: Task> Trainer<'_, T> {
             }
             part.copy_from_slice(&rows[begin * row..][..part.len()]);
         }
+        if let Some(local) = &mut self.local {
+            let layers = self.sync.layers();
+            let since = files[0].number("since-exchange")?;
+            local.restore(shared, since)?;
+            if since > 0 && old_ranks != ranks {
+                let why =
+                    "was kept between two exchanges of local steps: resume with the same number of workers";
+                return Err(files[0].wrong(why));
+            }
+            if since > 0 {
+                for (own, layer) in self.weights.all_mut().into_iter().zip(layers) {
+                    own.copy_from_slice(&files[0].take(&format!("own/{}", layer.name), layer.size)?);
+                }
+            }
+            self.descent.restore(|name, size| mean(name, size, &mut files))?;
+        }
         let own = &mut files[0];
         for (number, buffer) in self.buffers.iter_mut().enumerate() {
             *buffer = own.take(&format!("running/{number}"), buffer.len())?;
@@ -245,6 +282,21 @@ impl<T: Task> Trainer<'_, T> {
         self.epoch.loss = losses.iter().sum::<f64>() / losses.len() as f64;
         Ok(())
     }
+}
+
+/// The mean of what several ranks have gathered under a name; None if they have nothing.
+fn mean(name: &str, size: usize, files: &mut [Contents]) -> Result<Option<Vec<f32>>, TrainError> {
+    let share = 1.0 / files.len() as f32;
+    let mut sum: Option<Vec<f32>> = None;
+    for file in files.iter_mut().filter(|file| file.has(name)) {
+        let more = file.take(name, size)?;
+        match &mut sum {
+            None => sum = Some(more),
+            Some(sum) => sum.iter_mut().zip(&more).for_each(|(sum, x)| *sum += x),
+        }
+    }
+    sum.iter_mut().flatten().for_each(|x| *x *= share);
+    Ok(sum)
 }
 
 /// This rank's file, of which the first one is read already.

@@ -2,8 +2,9 @@
 
 use super::{Optimizer, Schedule, TrainError};
 use crate::net::Architecture;
+use redsync_core::Momentum;
 use redsync_data::{DataSet, Places};
-use redsync_engine::{Config, Figures, Method, Preset, Rest};
+use redsync_engine::{Config, Exchange, Figures, Method, Preset, Rest};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -79,6 +80,10 @@ pub struct Settings {
     pub data: String,
     pub method: Method,
     pub preset: Preset,
+    /// None: gather, or with `auto` what is predicted to be faster.
+    pub exchange: Option<Exchange>,
+    /// With the exchange `hosts`: how many ranks every host has, one after the other. None: ranks are on the machine they run on.
+    pub ranks_per_host: Option<usize>,
     pub density: f64,
     pub at_least: usize,
     pub dense_below: Option<usize>,
@@ -89,6 +94,14 @@ pub struct Settings {
     pub warm_up: WarmUp,
     pub masking: bool,
     pub bf16: bool,
+    /// Within how many steps second moments are told; 0 for never.
+    pub share_moments: Option<u64>,
+    /// Local steps: the ranks exchange weights every so many steps, and no gradients.
+    pub every: Option<u64>,
+    /// The rate at which an exchange of local steps is applied.
+    pub outer_rate: f32,
+    /// How much of what waits is kept from exchange to exchange.
+    pub keep: f32,
     pub epochs: u32,
     pub batch_size: usize,
     pub bptt: usize,
@@ -162,6 +175,8 @@ impl Settings {
             data: data.into(),
             method: Method::RgcAsq,
             preset: Preset::Carried,
+            exchange: None,
+            ranks_per_host: None,
             density: 0.001,
             at_least: Config::default().at_least,
             dense_below: None,
@@ -171,6 +186,10 @@ impl Settings {
             warm_up: WarmUp::usual(Preset::Carried, epochs),
             masking: true,
             bf16: Config::default().bf16,
+            share_moments: None,
+            every: None,
+            outer_rate: 1.0,
+            keep: 1.0,
             epochs,
             batch_size,
             bptt: 35,
@@ -198,17 +217,32 @@ impl Settings {
     }
 
     /// What suits AdamW, which takes steps of about one rate for every weight, whatever the model: a rate and a decay, and 1% of the
-    /// elements, each with a value of its own.
+    /// elements, in two bits each.
     pub fn for_adamw(self) -> Self {
-        let (method, density) = (Method::Rgc, 0.01);
+        let (method, density) = (Method::RgcTwoBit, 0.01);
         Settings { optimizer: Optimizer::AdamW, lr: 1e-3, weight_decay: 0.1, method, density, ..self }
     }
 
-    /// What the synchronizer is told.
+    /// What suits an exchange after every so many local steps: the 1/64 largest differences, in two bits each.
+    pub fn for_local_steps(self, every: u64) -> Self {
+        let (method, density) = (Method::RgcTwoBit, 1.0 / 64.0);
+        Settings { every: Some(every), keep: 0.95, method, density, ..self }
+    }
+
+    /// What the synchronizer is told. With local steps it exchanges differences of weights, which have no momentum and are not clipped.
     pub(super) fn config(&self, steps_per_epoch: u64) -> Config {
+        let every_step = self.config_of_gradients(steps_per_epoch.div_ceil(self.every.unwrap_or(1)));
+        match self.every {
+            None => every_step,
+            Some(_) => Config { momentum: Momentum::None, clip: None, ..every_step },
+        }
+    }
+
+    fn config_of_gradients(&self, steps_per_epoch: u64) -> Config {
         Config {
             method: self.method,
             preset: self.preset,
+            exchange: self.exchange,
             dense_below: self.dense_below,
             rest: self.rest,
             density: self.density,
@@ -216,6 +250,8 @@ impl Settings {
             warm_up: self.warm_up.in_steps(steps_per_epoch),
             momentum: self.optimizer.momentum(self.momentum, self.beta2),
             masking: self.masking,
+            keep: self.keep,
+            share_moments: self.share_moments,
             bf16: self.bf16,
             clip: self.clip,
             deadline: self.deadline,
@@ -231,33 +267,47 @@ impl Settings {
         if let Some((name, value)) =
             positive.into_iter().find(|(_, value)| !(*value > 0.0 && value.is_finite()))
         {
-            return refuse(format!("{name} is {value}, and must be positive"));
+            return refuse(format!("{name} must be a positive number, got {value}"));
         }
         if self.density > 1.0 {
-            return refuse(format!("density is {}, and cannot be above 1", self.density));
+            return refuse(format!("density must be at most 1, got {}", self.density));
         }
         if !(0.0..1.0).contains(&self.momentum) {
-            return refuse(format!("momentum is {}, and must lie in 0 .. 1", self.momentum));
+            return refuse(format!("momentum must be at least 0 and below 1, got {}", self.momentum));
         }
         if !(0.0..1.0).contains(&self.beta2) {
-            return refuse(format!("beta2 is {}, and must lie in 0 .. 1", self.beta2));
+            return refuse(format!("beta2 must be at least 0 and below 1, got {}", self.beta2));
         }
         if !(0.0..1.0).contains(&self.weight_decay) {
-            return refuse(format!("weight-decay is {}, and must lie in 0 .. 1", self.weight_decay));
+            return refuse(format!("weight-decay must be at least 0 and below 1, got {}", self.weight_decay));
         }
         if self.clip.is_some_and(|clip| !(clip > 0.0 && clip.is_finite())) {
-            return refuse(format!("clip is {}, and must be positive", self.clip.unwrap_or_default()));
+            return refuse(format!("clip must be a positive norm, got {}", self.clip.unwrap_or_default()));
+        }
+        if !(self.keep > 0.0 && self.keep <= 1.0) {
+            return refuse(format!("keep must be above 0 and at most 1, got {}", self.keep));
+        }
+        if !(self.outer_rate > 0.0 && self.outer_rate.is_finite()) {
+            return refuse(format!("outer-rate must be a positive number, got {}", self.outer_rate));
+        }
+        if self.every.is_none() && (self.keep != 1.0 || self.outer_rate != 1.0) {
+            return refuse("keep and outer-rate are options of local steps: give every, too".into());
+        }
+        if self.every.is_some() && self.auto {
+            return refuse("auto cannot be combined with every: local steps exchange no gradients".into());
         }
         let epochs =
             [("warm-up-epochs", self.warm_up.epochs()), ("lr-warm-up-epochs", self.lr_warm_up_epochs)];
         if let Some((name, value)) = epochs.into_iter().find(|(_, value)| !(0.0..1e6).contains(value)) {
-            return refuse(format!("{name} is {value}, and must lie in 0 .. 1000000"));
+            return refuse(format!("{name} must be at least 0 and below 1000000, got {value}"));
         }
         let counts = [
             ("epochs", self.epochs as usize),
             ("batch-size", self.batch_size),
             ("bptt", self.bptt),
             ("threads", self.threads),
+            ("every", self.every.unwrap_or(1) as usize),
+            ("ranks-per-host", self.ranks_per_host.unwrap_or(1)),
             ("log-every", self.log_every as usize),
             ("check-every", self.check_every as usize),
             ("checkpoint-every", self.checkpoint_every as usize),
@@ -265,7 +315,7 @@ impl Settings {
             ("test-limit", self.test_limit.unwrap_or(1)),
         ];
         match counts.into_iter().find(|(_, count)| *count == 0) {
-            Some((name, _)) => refuse(format!("{name} is 0, and must be at least 1")),
+            Some((name, _)) => refuse(format!("{name} must be at least 1, got 0")),
             None => Ok(()),
         }
     }

@@ -34,7 +34,7 @@ impl<T: Task> Trainer<'_, T> {
             batch: settings.batch_size,
             epochs: settings.epochs,
             steps_per_epoch: self.task.steps_per_epoch(),
-            step: self.sync.step(),
+            step: self.steps,
             metric_name: T::METRIC,
             words: T::WORDS,
         }
@@ -94,8 +94,8 @@ impl<T: Task> Trainer<'_, T> {
     }
 
     fn summarize(&self, end: Final) -> Result<Summary, TrainError> {
-        let hash = self.sync.check_replicas(&self.weights.all())?;
-        let (settings, steps) = (self.settings, self.sync.step());
+        let hash = self.sync.check_replicas(&self.shared())?;
+        let (settings, steps) = (self.settings, self.steps);
         let epoch = |record: &EpochRecord| EpochSummary {
             epoch: record.epoch,
             loss: record.train_loss,

@@ -1,8 +1,8 @@
 //! One rank's training, from the first step or a checkpoint to the last step or an interruption: the loop of steps.
 //! What must hold: every rank makes the same steps, checks, judgements and checkpoints in the same order.
 
+use super::alone::Own;
 use super::images::Images;
-use super::optimizer::Descent;
 use super::ranks::Ranks;
 use super::resume::{self, Kept};
 use super::task::{Seat, Task};
@@ -15,7 +15,10 @@ use burn::tensor::Tensor;
 use redsync_comm::{Communicator, Pending};
 use redsync_data::DataSet;
 use redsync_engine::cost::Compute;
-use redsync_engine::{Config, Figures, Layer, Method, SyncError, Synchronizer, Traffic, measure};
+use redsync_engine::{
+    Config, Figures, Layer, Local, Method, Optimizer, StepStats, SyncError, Synchronizer, Traffic, host_of,
+    measure,
+};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -85,6 +88,14 @@ fn run<T: Task>(
     trainer.run(observer, stop)
 }
 
+/// What came of a step besides its loss.
+struct Made {
+    /// Whether the question that was under way was answered with stop.
+    stops: bool,
+    /// Whether the ranks exchanged anything.
+    exchanged: bool,
+}
+
 /// Sums over some steps.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Sums {
@@ -110,7 +121,11 @@ pub(super) struct Trainer<'a, T> {
     pub weights: Weights,
     pub buffers: Buffers,
     pub sync: Synchronizer,
-    pub descent: Descent,
+    /// With local steps, the weights that the ranks share; otherwise all weights are.
+    pub local: Option<Local>,
+    /// Steps that were made.
+    pub steps: u64,
+    pub descent: Optimizer,
     pub pace: Pace,
     /// Of the epoch that is under way, and since the last record.
     pub epoch: Sums,
@@ -130,10 +145,13 @@ fn config(
     kept: Option<&Kept>,
 ) -> Result<Config, TrainError> {
     let mut config = settings.config(steps_per_epoch);
+    config.host = host_of(comm.rank(), settings.ranks_per_host);
     config.agree = resume::identity(settings, comm.size());
     if settings.auto && settings.method != Method::Sgd {
         match (kept, &settings.figures) {
-            (Some(kept), _) => config.dense_below = Some(kept.dense_below()?),
+            (Some(kept), _) => {
+                (config.dense_below, config.exchange) = (Some(kept.dense_below()?), Some(kept.exchange()));
+            }
             (None, Some(figures)) => config.figures = Some(figures.clone()),
             (None, None) => {
                 let platform = measure::platform(comm.clone(), &config, &mut |_| ())?;
@@ -153,14 +171,19 @@ impl<'a, T: Task> Trainer<'a, T> {
     ) -> Result<Self, TrainError> {
         let (specs, per_epoch) = (task.specs(), task.steps_per_epoch());
         let layers: Vec<Layer> = specs.iter().map(|spec| spec.layer.clone()).collect();
-        let sync = Synchronizer::new(layers, config(settings, per_epoch, &comm, kept)?, comm.clone())?;
         let momentum = settings.optimizer.momentum(settings.momentum, settings.beta2);
+        let descent = Optimizer::of(&layers, momentum, settings.weight_decay);
+        let sync = Synchronizer::new(layers, config(settings, per_epoch, &comm, kept)?, comm.clone())?;
         let lr_warm_up = (settings.lr_warm_up_epochs * per_epoch as f64).round() as u64;
         let steps = per_epoch * u64::from(settings.epochs);
+        let weights = Weights::new(specs, settings.seed);
+        let local = settings.every.map(|every| Local::new(every, settings.outer_rate, weights.all()));
         Ok(Trainer {
-            weights: Weights::new(specs, settings.seed),
+            weights,
+            local: local.transpose()?,
+            steps: 0,
             buffers: task.buffers(),
-            descent: Descent::new(specs, momentum, settings.weight_decay),
+            descent,
             pace: Pace::new(settings.lr, settings.schedule, lr_warm_up, steps),
             ranks: Ranks { comm, deadline: settings.deadline },
             settings,
@@ -178,19 +201,21 @@ impl<'a, T: Task> Trainer<'a, T> {
         let per_epoch = self.task.steps_per_epoch();
         let total = per_epoch * u64::from(self.settings.epochs);
         let mut question = None;
-        while self.sync.step() < total {
-            let step = self.sync.step();
+        while self.steps < total {
+            let step = self.steps;
             let (epoch, at) = ((step / per_epoch) as u32, step % per_epoch);
-            let mut stops = self.step(epoch, at as usize, question.take())?;
+            let ended = (step + 1).is_multiple_of(per_epoch);
+            let Made { mut stops, exchanged } = self.step(epoch, at as usize, ended, question.take())?;
             stops |= self.settings.stop_after == Some(step + 1);
             observer.tick(step + 1);
             if (step + 1).is_multiple_of(self.settings.log_every) {
                 let record = self.step_record(epoch, step + 1);
                 observer.step(&record)?;
             }
-            let ended = (step + 1).is_multiple_of(per_epoch);
-            if ended || (step + 1).is_multiple_of(self.settings.check_every) {
-                self.sync.check_replicas(&self.weights.all())?;
+            // With local steps the ranks have something to compare, and time to talk, when they exchange.
+            let exchanges = self.sync.step();
+            if ended || (exchanged && exchanges.is_multiple_of(self.settings.check_every)) {
+                self.sync.check_replicas(&self.shared())?;
             }
             if ended {
                 self.end_epoch(epoch, observer)?;
@@ -198,7 +223,8 @@ impl<'a, T: Task> Trainer<'a, T> {
             if stops && step + 1 < total {
                 return self.interrupt();
             }
-            if (step + 1).is_multiple_of(ASK_EVERY) && step + 1 < total {
+            let asks = self.local.is_some() || exchanges.is_multiple_of(ASK_EVERY);
+            if exchanged && asks && step + 1 < total {
                 question = Some(self.ranks.ask(step, stop.load(Ordering::Relaxed)));
             }
         }
@@ -207,19 +233,29 @@ impl<'a, T: Task> Trainer<'a, T> {
         Ok(Ended { summary, interrupted: None })
     }
 
-    /// One step. Returns whether the question that was under way was answered with stop.
+    /// The weights that are the same on all ranks.
+    pub(super) fn shared(&self) -> Vec<&[f32]> {
+        self.local.as_ref().map_or_else(|| self.weights.all(), Local::shared)
+    }
+
+    /// One step, which may be the last of an epoch.
     fn step(
         &mut self,
         epoch: u32,
         at: usize,
+        last: bool,
         question: Option<Pending<Vec<f32>>>,
-    ) -> Result<bool, TrainError> {
-        let step = self.sync.step();
+    ) -> Result<Made, TrainError> {
+        let step = self.steps;
         let rate = self.pace.at(step);
-        self.descent.hand_over(&self.sync, rate)?;
+        let alone = self.local.is_some();
+        if !alone {
+            self.descent.begin(&self.sync, rate)?;
+        }
         let begin = Instant::now();
-        let failure = Arc::new(Mutex::new(None));
-        let loss = self.forward(epoch, at, self.on_gradient(&failure));
+        let (failure, own) = (Arc::new(Mutex::new(None)), Own::new(self.sync.layers().len()));
+        let on_gradient = if alone { own.on_gradient() } else { self.on_gradient(&failure) };
+        let loss = self.forward(epoch, at, on_gradient);
         let value = values(&untape(loss.clone()))[0];
         if !value.is_finite() {
             return Err(TrainError::Diverged { step, loss: value, rate });
@@ -232,17 +268,24 @@ impl<'a, T: Task> Trainer<'a, T> {
         if let Some(error) = failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
             return Err(error.into());
         }
-        self.sync.finish()?;
-        let waited = begin.elapsed();
-        self.descent.update(&mut self.sync, &mut self.weights, rate)?;
-        let total = begin.elapsed();
-        self.count(value, [forward, backward, total - waited, total]);
-        Ok(stops)
+        let behind = Instant::now();
+        let exchanged = match alone {
+            true => self.update_alone(own, rate, last)?,
+            false => {
+                self.sync.finish()?;
+                self.descent.step(&mut self.sync, &mut self.weights.all_mut(), rate)?;
+                true
+            }
+        };
+        self.steps += 1;
+        self.count(value, [forward, backward, behind.elapsed(), begin.elapsed()], exchanged);
+        Ok(Made { stops, exchanged })
     }
 
     /// Adds a finished step to all sums.
-    fn count(&mut self, loss: f32, times: [Duration; 4]) {
-        let stats = self.sync.stats();
+    fn count(&mut self, loss: f32, times: [Duration; 4], exchanged: bool) {
+        let nothing = StepStats::default();
+        let stats = if exchanged { self.sync.stats() } else { &nothing };
         let all = stats.total();
         let [forward, backward, behind, total] = times.map(|time| time.as_secs_f64());
         let seconds = Seconds {
@@ -253,7 +296,7 @@ impl<'a, T: Task> Trainer<'a, T> {
             exchange: stats.exposed_ms / 1e3,
             decode: all.decode_ms / 1e3,
             apply: all.apply_ms / 1e3,
-            update: (behind - all.apply_ms / 1e3).max(0.0),
+            update: (behind - (all.apply_ms + stats.exposed_ms) / 1e3).max(0.0),
             total,
         };
         self.epoch.add(loss, &seconds, all.bytes_sent);
@@ -274,7 +317,7 @@ impl<'a, T: Task> Trainer<'a, T> {
 
     /// The loss of this rank's part of a step.
     fn forward(&mut self, epoch: u32, at: usize, on_gradient: OnGradient) -> Tensor<1> {
-        let (rank, step) = (self.ranks.seat().rank as u64, self.sync.step());
+        let (rank, step) = (self.ranks.seat().rank as u64, self.steps);
         let random = mix(self.settings.seed ^ mix(step ^ mix(rank)));
         let mut pass = Pass::new(&self.weights, &mut self.buffers, Purpose::Train { on_gradient, random });
         self.task.loss(&mut pass, epoch, at)
@@ -286,7 +329,7 @@ impl<'a, T: Task> Trainer<'a, T> {
             self.save(dir)?;
         }
         let summary = self.interim_summary()?;
-        Ok(Ended { summary, interrupted: Some((self.sync.step(), dir)) })
+        Ok(Ended { summary, interrupted: Some((self.steps, dir)) })
     }
 }
 

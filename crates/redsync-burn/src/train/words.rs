@@ -35,7 +35,7 @@ impl<'a> Words<'a> {
         let Settings { batch_size: batch, bptt, .. } = *settings;
         if let Some(most) = net.longest_window().filter(|most| bptt > *most) {
             return Err(TrainError::Setting(format!(
-                "bptt is {bptt}, and {} takes {most} at most",
+                "bptt is {bptt}, but {} takes at most {most}",
                 settings.model
             )));
         }

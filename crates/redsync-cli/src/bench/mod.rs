@@ -4,12 +4,13 @@
 mod apply;
 mod conv;
 mod data;
+mod device;
 mod lstm;
 mod select;
 mod sync;
 mod wire;
 
-pub(crate) use sync::{Comm, parse_model, parse_ms};
+pub(crate) use sync::{Comm, parse_exchange, parse_model, parse_ms};
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};

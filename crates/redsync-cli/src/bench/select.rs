@@ -6,7 +6,8 @@ use anyhow::Result;
 use clap::Args;
 use rand::seq::SliceRandom;
 use redsync_core::{
-    Compressor, Config, Field, Gradient, LayerError, Level, Selector, Sparse, Workspace, add_assign,
+    Adam, AdamW, Compressor, Config, Field, Gradient, LayerError, Level, Momentum, Selector, Sparse,
+    Workspace, add_assign,
 };
 use serde::Serialize;
 
@@ -26,6 +27,9 @@ pub struct Select {
     /// Only this selector beside accumulate, by the name it has in the table; may be repeated
     #[arg(long, value_name = "SELECTOR", value_parser = parse_contestant)]
     only: Vec<&'static str>,
+    /// Measure on a device instead, where u and v are in its memory: wgpu, software, cuda or hip
+    #[arg(long, conflicts_with = "level")]
+    device: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -51,13 +55,25 @@ struct Row {
 const ACCUMULATE: &str = "accumulate";
 const STD: &str = "std-select-nth";
 const STD_REUSE: &str = "std-select-nth-reuse";
+const ADAMW: &str = "adamw";
+const ADAMW_CARRIED: &str = "adamw+carried";
+const ADAMW_TOLD: &str = "adamw+carried+told";
 
 /// One algorithm with the state it carries from step to step.
 enum Contestant {
     Accumulate(Field),
     Selector(Box<Compressor>, Workspace),
-    StdSelectNth { v: Field },
-    StdSelectNthReuse { v: Field, magnitudes: Field },
+    /// The plain update of one tensor by AdamW, which sends nothing: weights and both moments.
+    AdamW([Field; 3]),
+    /// The residual of AdamW, with second moments that others told or not.
+    AdamWSelector(&'static str, Box<Compressor>, Workspace),
+    StdSelectNth {
+        v: Field,
+    },
+    StdSelectNthReuse {
+        v: Field,
+        magnitudes: Field,
+    },
 }
 
 /// What happened at one step.
@@ -72,6 +88,8 @@ impl Contestant {
         match self {
             Contestant::Accumulate(_) => ACCUMULATE,
             Contestant::Selector(compressor, _) => compressor.config().selector.name(),
+            Contestant::AdamW(_) => ADAMW,
+            Contestant::AdamWSelector(name, ..) => name,
             Contestant::StdSelectNth { .. } => STD,
             Contestant::StdSelectNthReuse { .. } => STD_REUSE,
         }
@@ -87,7 +105,14 @@ impl Contestant {
                 next.copy_from_slice(v);
                 *v = next;
             }
-            Contestant::Selector(compressor, _) => {
+            Contestant::AdamW(fields) => {
+                for field in fields {
+                    let mut next = Field::zeros(field.len());
+                    next.copy_from_slice(field);
+                    *field = next;
+                }
+            }
+            Contestant::Selector(compressor, _) | Contestant::AdamWSelector(_, compressor, _) => {
                 let old = compressor.residual();
                 let mut next = Compressor::new(0, "bench", old.len(), *compressor.config())?;
                 next.restore(old.u(), old.v(), old.second(), compressor.memory(), compressor.rate())?;
@@ -103,7 +128,13 @@ impl Contestant {
                 let (ms, ()) = time_ms(|| add_assign(level, v, gradient));
                 Ok(Outcome { ms, selected: 0, exact: false })
             }
-            Contestant::Selector(compressor, workspace) => {
+            Contestant::AdamW([w, m, q]) => {
+                let update = AdamW::new(Adam::default(), step + 1, 1e-3, 0.1);
+                let (ms, ()) = time_ms(|| update.update(level, w, m, q, gradient));
+                Ok(Outcome { ms, selected: 0, exact: false })
+            }
+            Contestant::Selector(compressor, workspace)
+            | Contestant::AdamWSelector(_, compressor, workspace) => {
                 let (ms, done) = time_ms(|| {
                     compressor.accumulate(step, Gradient::F32(gradient), 1.0, workspace)?;
                     compressor.select(step, workspace);
@@ -179,8 +210,11 @@ fn parse_level(name: &str) -> Result<Level, String> {
 
 /// The name of a contestant that can be asked for.
 fn parse_contestant(name: &str) -> Result<&'static str, String> {
-    let names: Vec<&'static str> =
-        Selector::ALL.map(Selector::name).into_iter().chain([STD_REUSE, STD]).collect();
+    let names: Vec<&'static str> = Selector::ALL
+        .map(Selector::name)
+        .into_iter()
+        .chain([ADAMW, ADAMW_CARRIED, ADAMW_TOLD, STD_REUSE, STD])
+        .collect();
     let found = names.iter().copied().find(|known| *known == name);
     found.ok_or_else(|| redsync_names::nearest(name, &names))
 }
@@ -191,6 +225,9 @@ impl Select {
     }
 
     pub fn run(self) -> Result<()> {
+        if let Some(device) = &self.device {
+            return super::device::run(&self.common, device, &self.only);
+        }
         let rows = self.common.in_pool(|| self.measure())?;
         let Common { n, density, threads, dist, json, .. } = self.common;
         let k = self.common.k();
@@ -200,10 +237,12 @@ impl Select {
         }
         let pass = rows.first().map_or(1.0, |row| row.median_ms);
         let std = rows.iter().find(|row| row.name == STD).map(|row| row.median_ms);
-        let mut out = table(&["selector", "median", "passes", "vs std", "selected", "exactly top k"]);
+        let adamw = rows.iter().find(|row| row.name == ADAMW).map(|row| row.median_ms);
+        let header = ["selector", "median", "passes", "of adamw", "vs std", "selected", "exactly top k"];
+        let mut out = table(&header);
         for row in &rows {
             let selected = match (row.selected_min, row.selected_max) {
-                _ if row.name == ACCUMULATE => String::new(),
+                _ if [ACCUMULATE, ADAMW].contains(&row.name) => String::new(),
                 (least, most) if least == most => format!("{least}"),
                 (least, most) => format!("{least} to {most}"),
             };
@@ -211,10 +250,13 @@ impl Select {
                 row.name.to_string(),
                 format!("{:.2} ms", row.median_ms),
                 format!("{:.2}", row.median_ms / pass),
+                adamw
+                    .filter(|_| row.name.starts_with(ADAMW))
+                    .map_or(String::new(), |adamw| format!("{:.2}", row.median_ms / adamw)),
                 std.map_or(String::new(), |std| format!("{:.1} x", std / row.median_ms)),
                 selected,
                 match row.name {
-                    ACCUMULATE => "",
+                    ACCUMULATE | ADAMW => "",
                     _ if row.exact => "yes",
                     _ => "no",
                 }
@@ -223,7 +265,8 @@ impl Select {
         }
         crate::say!("{}, {}\n{out}", self.common.describe(), self.level());
         crate::say!(
-            "A time includes the accumulation; passes: the time as a multiple of accumulate (v += g) alone."
+            "A time includes the accumulation; passes: the time as a multiple of accumulate (v += g) alone. adamw is the plain \
+             update of weights and both moments, which a residual of AdamW has instead of v += g; of adamw: as a multiple of that."
         );
         Ok(())
     }
@@ -237,6 +280,17 @@ impl Select {
                 Compressor::new(0, "bench", n, Config { density, selector, ..Config::default() })?;
             let workspace = Workspace::with_level(threads.into(), level);
             contestants.push(Contestant::Selector(Box::new(compressor), workspace));
+        }
+        contestants.push(Contestant::AdamW([0; 3].map(|_| Field::zeros(n))));
+        for (name, told) in [(ADAMW_CARRIED, false), (ADAMW_TOLD, true)] {
+            let momentum = Momentum::Adam(Adam::default());
+            let config = Config { density, momentum, ranks: 2, ..Config::default() };
+            let mut compressor = Compressor::new(0, "bench", n, config)?;
+            if told {
+                compressor.give_second(0, &vec![0.5; n])?;
+            }
+            let workspace = Workspace::with_level(threads.into(), level);
+            contestants.push(Contestant::AdamWSelector(name, Box::new(compressor), workspace));
         }
         contestants.push(Contestant::StdSelectNthReuse { v: Field::zeros(n), magnitudes: Field::zeros(n) });
         contestants.push(Contestant::StdSelectNth { v: Field::zeros(n) });

@@ -5,16 +5,18 @@
 mod layers;
 pub mod predict;
 
-use crate::bench::{Comm, grouped, parse_density, parse_model, parse_ms, print_json, progress, table};
+use crate::bench::{
+    Comm, grouped, parse_density, parse_exchange, parse_model, parse_ms, print_json, progress, table,
+};
 use crate::{platform, ranks};
 use anyhow::Result;
 use clap::Args;
 use predict::{Answer, Question};
 use redsync_comm::Communicator;
-use redsync_core::Density;
+use redsync_core::{Adam, Density, Momentum};
 use redsync_engine::cost::{Compute, Platform};
 use redsync_engine::models::Model;
-use redsync_engine::{Config, Layer, Preset, measure};
+use redsync_engine::{Config, Exchange, Layer, Method, Preset, measure};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,16 +24,43 @@ use std::sync::Arc;
 /// The model, as several commands take it.
 #[derive(Clone, Debug, Args)]
 pub struct ModelArgs {
-    /// Model whose layer sizes are used: vgg16-cifar, resnet44, alexnet, vgg16, resnet50, lstm-ptb, lstm-wiki2,
+    /// Model whose layer sizes are used: digits-cnn, vgg16-cifar, resnet44, alexnet, vgg16, resnet50, lstm-ptb, lstm-wiki2,
     /// gpt-tiny, gpt-small
     #[arg(long, default_value = "vgg16-cifar", value_parser = parse_model)]
     pub model: String,
-    /// File with one line per parameter tensor, its name and its shape, instead of --model
+    /// File with one line per parameter tensor, its name and its shape, instead of --model; in PyTorch:
+    /// for name, p in model.named_parameters(): print(name, *p.shape)
     #[arg(long, conflicts_with = "model")]
     pub layers: Option<PathBuf>,
-    /// Fraction of a compressed layer that is sent
-    #[arg(long, default_value = "0.001", value_parser = parse_density)]
-    pub density: Density,
+    /// Fraction of a compressed layer that is sent [default: 0.001; 0.01 with adamw]
+    #[arg(long, value_parser = parse_density)]
+    pub density: Option<Density>,
+    /// Optimizer of the training; adamw sends values in two bits each, and a part of its second moments with every step
+    #[arg(long, value_enum, default_value_t = OptimizerArg::Sgd)]
+    pub optimizer: OptimizerArg,
+    /// How messages travel: gather, owners or hosts [default: what is predicted to be faster]
+    #[arg(long, value_parser = parse_exchange)]
+    pub exchange: Option<Exchange>,
+    /// Ranks that share a host and its link, where the network is described and not measured [default: as the platform says, or 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub ranks_per_host: Option<u16>,
+}
+
+/// Optimizers that differ in what they send; momentum does not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum OptimizerArg {
+    Sgd,
+    Adamw,
+}
+
+impl OptimizerArg {
+    /// The method that suits it.
+    pub fn method(self) -> Method {
+        match self {
+            OptimizerArg::Sgd => Method::RgcAsq,
+            OptimizerArg::Adamw => Method::RgcTwoBit,
+        }
+    }
 }
 
 impl ModelArgs {
@@ -46,11 +75,28 @@ impl ModelArgs {
         }
     }
 
+    /// The fraction that is sent.
+    pub fn fraction(&self) -> f64 {
+        let usual = if self.optimizer == OptimizerArg::Adamw { 0.01 } else { 0.001 };
+        self.density.map_or(usual, Density::fraction)
+    }
+
+    /// A described platform, on whose hosts there are as many ranks as was said.
+    pub fn on_hosts(&self, platform: Platform) -> Platform {
+        let ranks_per_host = self.ranks_per_host.map_or(platform.ranks_per_host, usize::from);
+        Platform { ranks_per_host, ..platform }
+    }
+
     /// The configuration that predictions start from.
     pub fn config(&self, recurrent: bool, paper: bool) -> Config {
         let preset = if paper { Preset::Paper { recurrent } } else { Preset::Carried };
         let clip = recurrent.then_some(0.25);
-        Config { density: self.density.fraction(), clip, preset, ..Config::default() }
+        let momentum = match self.optimizer {
+            OptimizerArg::Sgd => Momentum::None,
+            OptimizerArg::Adamw => Momentum::Adam(Adam::default()),
+        };
+        let (method, exchange) = (self.optimizer.method(), self.exchange);
+        Config { method, exchange, density: self.fraction(), clip, preset, momentum, ..Config::default() }
     }
 }
 
@@ -61,7 +107,8 @@ pub struct Plan {
     /// Measure the network among these ranks
     #[arg(long, value_enum)]
     comm: Option<Comm>,
-    /// The network, if it is not measured: a platform's name, a platform file, or alpha=SECONDS,beta=SECONDS_PER_BYTE
+    /// The network, if it is not measured: 100mbit, 1gbe, 10gbe, 25gbe, 100gbe, home-fibre, home-cable, a platform file, or
+    /// alpha=SECONDS,beta=SECONDS_PER_BYTE (latency, and the inverse of the bandwidth)
     #[arg(long, default_value = "1gbe", conflicts_with = "comm")]
     network: String,
     /// Machines and network as saved before or as described, instead of any measurement: a platform's name or file
@@ -70,10 +117,10 @@ pub struct Plan {
     /// Ranks [default: 4; with --comm mpi those that mpirun started]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     ranks: Option<u32>,
-    /// Length of the backward pass of one step
+    /// Length of the backward pass of one step, in milliseconds
     #[arg(long, default_value_t = 0.0, value_parser = parse_ms)]
     backward_ms: f64,
-    /// Length of the forward pass of one step
+    /// Length of the forward pass of one step, in milliseconds
     #[arg(long, default_value_t = 0.0, value_parser = parse_ms)]
     forward_ms: f64,
     /// The model is computed on the cores that compress, not on a device of its own
@@ -101,7 +148,7 @@ impl Plan {
         let (platform, ranks, paper) = match (&self.platform, self.comm) {
             (Some(which), _) => {
                 let described = platform::load(which).map_err(refused)?;
-                (described.platform, self.described_ranks(), described.paper)
+                (self.model.on_hosts(described.platform), self.described_ranks(), described.paper)
             }
             (None, Some(Comm::Local)) => (self.measure_local(recurrent)?, self.described_ranks(), false),
             (None, Some(Comm::Mpi)) => match self.measure_mpi(recurrent)? {
@@ -115,7 +162,7 @@ impl Plan {
                 let platform =
                     measure::machine(&config, network, &mut |done| bar.set_position((100.0 * done) as u64))?;
                 bar.finish_and_clear();
-                (platform, self.described_ranks(), false)
+                (self.model.on_hosts(platform), self.described_ranks(), false)
             }
         };
         if let Some(path) = &self.save {
@@ -168,22 +215,41 @@ impl Plan {
         if let Some(column) = out.column_mut(3) {
             column.set_cell_alignment(comfy_table::CellAlignment::Left);
         }
-        // What is always dense would only make the table long.
-        let always = |why: &str| why.ends_with("always dense");
+        // What is always sent whole would only make the table long.
+        let always = |why: &str| why.starts_with(predict::ALWAYS_WHOLE);
         for layer in answer.layers.iter().filter(|layer| !always(&layer.why)) {
             out.add_row([layer.name.clone(), grouped(layer.size), layer.choice.into(), layer.why.clone()]);
         }
         let rest = answer.layers.iter().filter(|layer| always(&layer.why)).count();
         crate::say!("{name} on {} ranks, {}\n{out}", answer.ranks, platform.name);
-        crate::say!("and {rest} biases and norms, which are always dense");
+        crate::say!("and {rest} biases and norms, which are always sent whole");
         let mut out = table(&["method", "predicted step", "against sgd"]);
         let p = &answer.predicted_ms;
-        for (method, ms) in
-            [("sgd", p.sgd), ("rgc", p.rgc), ("rgc+asq", p.rgc_asq), ("auto (the plan above)", p.auto)]
-        {
+        for (method, ms) in [
+            ("sgd", p.sgd),
+            ("rgc", p.rgc),
+            ("rgc+2bit", p.rgc_2bit),
+            ("rgc+asq", p.rgc_asq),
+            ("auto (the plan above)", p.auto),
+        ] {
             out.add_row([method.to_string(), format!("{ms:.2} ms"), format!("{:.2} x", p.sgd / ms)]);
         }
-        crate::say!("{out}\n{}", answer.verdict);
+        let from = answer.owners_win_from_ranks.map_or(String::new(), |ranks| {
+            format!(" Owners are faster than gathering from {ranks} ranks on.")
+        });
+        crate::say!("{out}\n{} Messages travel by {}.{from}", answer.verdict, answer.exchange);
+        let mut out =
+            table(&["way, the better its loss the earlier", "average step", "sent per step", "of dense"]);
+        let dense = answer.ways.first().map_or(0.0, |way| way.bytes_per_step);
+        for way in &answer.ways {
+            out.add_row([
+                way.name.clone(),
+                format!("{:.2} ms", way.step_ms),
+                format!("{:.1} KB", way.bytes_per_step / 1e3),
+                format!("1/{:.0}", dense / way.bytes_per_step.max(1.0)),
+            ]);
+        }
+        crate::say!("{out}\n{}", answer.advice);
     }
 }
 

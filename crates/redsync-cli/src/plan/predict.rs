@@ -1,9 +1,13 @@
 //! Predictions for the methods of a model on a platform, and what follows from them: choices, reasons, the verdict.
 
 use anyhow::Result;
+use redsync_core::Momentum;
 use redsync_engine::cost::{self, Compute, Platform, Step, Times};
-use redsync_engine::{Choice, Config, Kind, Layer, Method, choices};
+use redsync_engine::{Choice, Config, Exchange, Kind, Layer, Method, choices};
 use serde::Serialize;
+
+/// Why a layer is never compressed.
+pub const ALWAYS_WHOLE: &str = "a bias or norm: always whole";
 
 /// A gain below this is not worth a word.
 const WORTH: f64 = 1.05;
@@ -34,6 +38,8 @@ pub struct Planned {
 pub struct Predicted {
     pub sgd: f64,
     pub rgc: f64,
+    #[serde(rename = "rgc+2bit")]
+    pub rgc_2bit: f64,
     #[serde(rename = "rgc+asq")]
     pub rgc_asq: f64,
     pub auto: f64,
@@ -48,8 +54,32 @@ pub struct Answer {
     pub phases_ms: Phases,
     pub speedup: f64,
     pub dense_wins_from_ranks: Option<usize>,
+    /// How messages travel in the chosen plan.
+    pub exchange: &'static str,
+    /// From how many ranks on owners are faster than gathering.
+    pub owners_win_from_ranks: Option<usize>,
     pub verdict: String,
+    /// Densities and local steps, in the order of the loss that they end with.
+    pub ways: Vec<Way>,
+    pub advice: String,
 }
+
+/// One way to train.
+#[derive(Debug, Serialize)]
+pub struct Way {
+    pub name: String,
+    pub method: &'static str,
+    pub density: Option<f64>,
+    /// Local steps between two exchanges.
+    pub every: Option<u64>,
+    pub step_ms: f64,
+    pub bytes_per_step: f64,
+}
+
+/// A way is good enough if its step is at most so many times as long as the shortest: more speed costs loss.
+const NEAR_THE_FASTEST: f64 = 1.25;
+/// What local steps send.
+pub const LOCAL_DENSITY: f64 = 1.0 / 64.0;
 
 #[derive(Debug, Serialize)]
 pub struct Phases {
@@ -85,7 +115,12 @@ impl From<Times> for Phase {
 impl Question<'_> {
     /// The times of a method among so many ranks.
     pub fn times(&self, method: Method, ranks: usize) -> Result<Times> {
-        let config = Config { method, ..self.config.clone() };
+        self.times_by(method, self.config.exchange, ranks)
+    }
+
+    /// The same with an exchange.
+    pub fn times_by(&self, method: Method, exchange: Option<Exchange>, ranks: usize) -> Result<Times> {
+        let config = Config { method, exchange, ..self.config.clone() };
         self.with(&config, ranks, |step| step.times())
     }
 
@@ -97,9 +132,8 @@ impl Question<'_> {
 
     /// The configuration that the plan `auto` comes to among so many ranks.
     pub fn auto(&self, ranks: usize) -> Result<Config> {
-        let config = Config { method: Method::RgcAsq, ..self.config.clone() };
-        let dense_below = cost::dense_below(self.layers, &config, self.platform, ranks, self.compute)?;
-        Ok(Config { dense_below: Some(dense_below), ..config })
+        let (exchange, limit) = cost::decide(self.layers, &self.config, self.platform, ranks, self.compute)?;
+        Ok(Config { dense_below: Some(limit), exchange: Some(exchange), ..self.config.clone() })
     }
 
     pub fn answer(&self) -> Result<Answer> {
@@ -110,11 +144,15 @@ impl Question<'_> {
         let predicted_ms = Predicted {
             sgd: ms(sgd),
             rgc: ms(self.times(Method::Rgc, self.ranks)?),
+            rgc_2bit: ms(self.times(Method::RgcTwoBit, self.ranks)?),
             rgc_asq: ms(self.times(Method::RgcAsq, self.ranks)?),
             auto: ms(auto),
         };
         let speedup = sgd.step / auto.step;
+        let ways = self.ways()?;
         let dense_wins_from_ranks = self.dense_wins_from()?;
+        let exchange = config.exchange.unwrap_or(Exchange::Gather).name();
+        let owners_win_from_ranks = self.owners_win_from()?;
         Ok(Answer {
             ranks: self.ranks,
             layers: self.with(&config, self.ranks, |step| {
@@ -122,18 +160,89 @@ impl Question<'_> {
             })?,
             verdict: self.verdict(sgd, auto, dense_wins_from_ranks),
             predicted_ms,
+            advice: self.advice(&ways),
+            ways,
             phases_ms: Phases { sgd: sgd.into(), auto: auto.into() },
             speedup,
             dense_wins_from_ranks,
+            exchange,
+            owners_win_from_ranks,
         })
+    }
+
+    /// What can be chosen for this training, the better its loss the earlier.
+    fn ways(&self) -> Result<Vec<Way>> {
+        let adam = matches!(self.config.momentum, Momentum::Adam(_));
+        let sparse = if adam { Method::RgcTwoBit } else { Method::RgcAsq };
+        let mut ways = Vec::new();
+        let mut add =
+            |name: String, method: Method, density: Option<f64>, every: Option<u64>| -> Result<()> {
+                let config = Config { method, density: density.unwrap_or(1.0), ..self.config.clone() };
+                let times = self.with(&config, self.ranks, |step| {
+                    every.map_or_else(|| step.times(), |h| step.local_times(h))
+                })?;
+                let (step_ms, bytes_per_step) = (1e3 * times.step, times.bytes_sent.round());
+                ways.push(Way { name, method: method.name(), density, every, step_ms, bytes_per_step });
+                Ok(())
+            };
+        add("dense".into(), Method::Sgd, None, None)?;
+        for density in [0.01, 0.001] {
+            // One mean is too coarse for many elements.
+            let method = if density > 0.001 { Method::RgcTwoBit } else { sparse };
+            add(format!("{}%, {}", 100.0 * density, method.name()), method, Some(density), None)?;
+        }
+        for every in [8, 30] {
+            let name = format!("local steps, an exchange every {every}");
+            add(name, Method::RgcTwoBit, Some(LOCAL_DENSITY), Some(every))?;
+        }
+        Ok(ways)
+    }
+
+    /// Which of them to take.
+    fn advice(&self, ways: &[Way]) -> String {
+        let fastest = ways.iter().map(|way| way.step_ms).fold(f64::INFINITY, f64::min);
+        let Some(first) = ways.iter().find(|way| way.step_ms <= NEAR_THE_FASTEST * fastest) else {
+            return String::new();
+        };
+        let how = match (first.every, first.density) {
+            (Some(every), _) => format!(
+                "Nothing that exchanges at every step comes near: --every {every}, which costs loss (docs/results.md says how much)"
+            ),
+            (None, Some(density)) => format!("Take --method {} --density {density}", first.method),
+            (None, None) => "Take dense".into(),
+        };
+        let none = if self.compute.backward > 0.0 {
+            ""
+        } else {
+            " How long a step computes was not said: --forward-ms, --backward-ms."
+        };
+        let (step, best) = (time(first.step_ms), time(fastest));
+        format!(
+            "{how}: its step of {step} is the first within {:.0}% of the shortest, {best}.{none}",
+            100.0 * (NEAR_THE_FASTEST - 1.0)
+        )
     }
 
     /// The smallest number of ranks from which on a dense step is at least as fast as a compressed one, if there is one. Costs
     /// rise smoothly with the ranks, so powers of two are tried first and then the numbers between the last two.
     fn dense_wins_from(&self) -> Result<Option<usize>> {
-        let wins = |ranks| -> Result<bool> {
-            Ok(self.times(Method::Sgd, ranks)?.step <= self.times(Method::RgcAsq, ranks)?.step)
-        };
+        self.wins_from(&|ranks| {
+            let compressed = |exchange| self.times_by(self.config.method, Some(exchange), ranks);
+            let all = self.config.exchange.map_or(Exchange::ALL.to_vec(), |exchange| vec![exchange]);
+            let dense = self.times(Method::Sgd, ranks)?.step;
+            all.into_iter().try_fold(true, |wins, exchange| Ok(wins && dense <= compressed(exchange)?.step))
+        })
+    }
+
+    /// The same of owners against gathering.
+    fn owners_win_from(&self) -> Result<Option<usize>> {
+        self.wins_from(&|ranks| {
+            let times = |exchange| self.times_by(self.config.method, Some(exchange), ranks);
+            Ok(times(Exchange::Owners)?.step < times(Exchange::Gather)?.step)
+        })
+    }
+
+    fn wins_from(&self, wins: &dyn Fn(usize) -> Result<bool>) -> Result<Option<usize>> {
         let mut above = MOST_RANKS;
         if !wins(above)? {
             return Ok(None);
@@ -184,7 +293,8 @@ impl Question<'_> {
     }
 }
 
-fn time(ms: f64) -> String {
+/// Milliseconds in few digits, with their unit.
+pub fn time(ms: f64) -> String {
     match ms {
         ms if ms >= 10_000.0 => format!("{:.1} s", ms / 1e3),
         ms if ms >= 100.0 => format!("{ms:.0} ms"),
@@ -197,7 +307,7 @@ fn planned(step: &Step<'_>, i: usize) -> Planned {
     let layer = &step.layers[i];
     let sparse = step.choices[i].is_sparse();
     let why = if layer.kind == Kind::BiasOrNorm {
-        format!("a bias or norm: always whole ({})", step.choices[i])
+        format!("{ALWAYS_WHOLE} ({})", step.choices[i])
     } else {
         // What compressing it would cost, also where the plan does not.
         let quantized = step.config.method == Method::RgcAsq && layer.kind != Kind::Output;
@@ -246,6 +356,33 @@ mod tests {
     }
 
     #[test]
+    fn the_slower_the_network_the_less_is_sent_and_adamw_has_more_to_send() {
+        let compute = Compute { forward: 0.05, backward: 0.1, on_cores: false };
+        let layers = Model::named("gpt-small").unwrap().layers;
+        let ask = |bits_per_second: f64, adam: bool| {
+            let network = format!("alpha=1e-3,beta={}", 8.0 / bits_per_second);
+            let mut platform = crate::platform::load("1gbe").unwrap().platform;
+            platform.network = crate::platform::network(&network).unwrap();
+            let momentum = if adam { Momentum::Adam(Default::default()) } else { Momentum::None };
+            let config = Config { momentum, ..Config::default() };
+            Question { layers: &layers, config, platform: &platform, ranks: 4, compute }.answer().unwrap()
+        };
+        let fast = ask(1e12, true);
+        assert!(fast.advice.starts_with("Take dense"), "{}", fast.advice);
+        let middle = ask(1e8, true);
+        assert!(middle.advice.starts_with("Take --method rgc+2bit --density 0.0"), "{}", middle.advice);
+        let slow = ask(1e5, true);
+        assert!(slow.advice.contains("--every 30"), "{}", slow.advice);
+        let bytes = |answer: &Answer| answer.ways.iter().map(|way| way.bytes_per_step).collect::<Vec<_>>();
+        assert!(bytes(&middle).is_sorted_by(|a, b| a > b), "{:?}", bytes(&middle));
+        let sgd = bytes(&ask(1e8, false));
+        assert!(
+            sgd[1] < bytes(&middle)[1] && sgd[3] == bytes(&middle)[3],
+            "second moments are sent with gradients only"
+        );
+    }
+
+    #[test]
     fn one_rank_needs_no_plan() {
         let alone = answer("vgg16-cifar", "1gbe", 1, Compute::default());
         assert_eq!(alone.verdict, "It will not help: one rank has nothing to exchange.");
@@ -262,11 +399,17 @@ mod tests {
             ranks: 4,
             compute: Compute::default(),
         };
+        let gathering = Config { exchange: Some(Exchange::Gather), ..question.config.clone() };
+        let question = Question { config: gathering, ..question };
         let from = question.dense_wins_from().unwrap().expect("there is an end");
         let gain = |ranks| {
             question.times(Method::Sgd, ranks).unwrap().step
                 / question.times(Method::RgcAsq, ranks).unwrap().step
         };
         assert!(gain(from) <= 1.0 && gain(from - 1) > 1.0, "{from}");
+        let owners = question.owners_win_from().unwrap().expect("there is a number");
+        let times = |exchange, ranks| question.times_by(Method::RgcAsq, Some(exchange), ranks).unwrap().step;
+        assert!(times(Exchange::Owners, owners) < times(Exchange::Gather, owners));
+        assert!(times(Exchange::Owners, owners - 1) >= times(Exchange::Gather, owners - 1));
     }
 }

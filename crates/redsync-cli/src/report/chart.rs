@@ -3,6 +3,7 @@
 
 use anyhow::{Result, anyhow};
 use plotters::coord::Shift;
+use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
@@ -67,8 +68,8 @@ pub fn lines(axes: Axes, series: &[Series]) -> Result<String> {
         .collect();
     draw(|area| {
         let all = || lines.iter().flatten();
-        let x = range(all().map(|p| p.0), axes.log_x, false);
-        let y = range(all().map(|p| p.1), axes.log_y, true);
+        let x = Axis { range: range(all().map(|p| p.0), axes.log_x, false), log: axes.log_x };
+        let y = Axis { range: range(all().map(|p| p.1), axes.log_y, true), log: axes.log_y };
         let mut chart = ChartBuilder::on(area)
             .margin(8)
             .margin_right(16)
@@ -84,8 +85,6 @@ pub fn lines(axes: Axes, series: &[Series]) -> Result<String> {
             .label_style(("sans-serif", 13).into_font().color(&INK))
             .x_desc(axes.x)
             .y_desc(axes.y)
-            .x_labels(7)
-            .y_labels(7)
             .x_label_formatter(&|x| label(*x, axes.log_x))
             .y_label_formatter(&|y| label(*y, axes.log_y))
             .draw()
@@ -151,6 +150,52 @@ fn range(values: impl Iterator<Item = f64>, log: bool, from_zero: bool) -> std::
     let room = if high - low < 1e-6 * high.abs().max(1e-9) { least } else { 0.05 * (high - low) };
     let low = if !log && from_zero && low >= 0.0 && low < 0.6 * high { 0.0 } else { low - room };
     low..high + room
+}
+
+/// An axis with numbers where we want them.
+struct Axis {
+    range: std::ops::Range<f64>,
+    log: bool,
+}
+
+impl Ranged for Axis {
+    type FormatOption = DefaultFormatting;
+    type ValueType = f64;
+
+    fn map(&self, value: &f64, (from, to): (i32, i32)) -> i32 {
+        let share = (value - self.range.start) / (self.range.end - self.range.start);
+        from + (share * f64::from(to - from)).round() as i32
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, _hint: Hint) -> Vec<f64> {
+        ticks(&self.range, self.log)
+    }
+
+    fn range(&self) -> std::ops::Range<f64> {
+        self.range.clone()
+    }
+}
+
+/// Where an axis has its numbers: round ones, also on a logarithmic axis, whose range is in powers of ten.
+fn ticks(range: &std::ops::Range<f64>, log: bool) -> Vec<f64> {
+    let within = |x: &f64| (range.start - 1e-9..=range.end + 1e-9).contains(x);
+    let span = range.end - range.start;
+    if !log {
+        let rough = span / 6.0;
+        let power = 10f64.powf(rough.max(f64::MIN_POSITIVE).log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|digit| digit * power).into_iter().find(|step| *step >= rough);
+        let step = step.unwrap_or(10.0 * power);
+        let first = (range.start / step).ceil();
+        return (0..12).map(|n| (first + f64::from(n)) * step).filter(within).collect();
+    }
+    let (digits, every): (&[f64], usize) = match span {
+        span if span < 1.0 => (&[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0], 1),
+        span if span < 2.5 => (&[1.0, 2.0, 5.0], 1),
+        span => (&[1.0], (span / 7.0).ceil() as usize),
+    };
+    let powers = (range.start.floor() as i32..=range.end.ceil() as i32).step_by(every);
+    let at = |power: i32| digits.iter().map(move |digit| f64::from(power) + digit.log10());
+    powers.flat_map(at).filter(within).collect()
 }
 
 fn label(value: f64, log: bool) -> String {
@@ -224,6 +269,17 @@ mod tests {
         assert!(!svg.contains("NaN") && !svg.contains("inf"));
         lines(PLAIN, &[]).unwrap();
         bars("ms", &["a".into()], &[vec![f64::NAN, 0.0]]).unwrap();
+    }
+
+    #[test]
+    fn axes_have_round_numbers() {
+        let labels = |range, log| ticks(&range, log).iter().map(|x| label(*x, log)).collect::<Vec<_>>();
+        assert_eq!(labels(0.0..1.3, false), ["0", "0.5", "1"]);
+        assert_eq!(labels(-0.7..15.7, false), ["0", "5", "10", "15"]);
+        assert_eq!(labels(-0.15..3.16, true), ["1", "10", "100", "1000"]);
+        assert_eq!(labels(5.9..9.3, true), ["1M", "10M", "100M", "1G"]);
+        assert_eq!(labels(-0.3..1.0, true), ["1", "2", "5", "10"]);
+        assert_eq!(labels(0.0..20.0, true).len(), 7);
     }
 
     #[test]

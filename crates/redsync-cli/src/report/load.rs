@@ -7,7 +7,7 @@ use redsync_engine::Traffic;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Everything that was found.
 #[derive(Debug, Default)]
@@ -30,7 +30,36 @@ pub struct Run {
     pub last: Option<Last>,
 }
 
-#[derive(Clone, Debug, Default, Deserialize)]
+impl Run {
+    /// What one rank sent in the whole run, and what dense training sends; what its steps sent so far, if it has not ended.
+    pub fn sent(&self) -> Option<(f64, f64)> {
+        if let Some(last) = &self.last {
+            return Some((last.bytes_sent, last.dense_bytes));
+        }
+        let (mut before, mut sum) = (self.begin(), (0.0, 0.0));
+        for step in &self.steps {
+            let steps = step.step.saturating_sub(before) as f64;
+            before = step.step;
+            sum = (sum.0 + steps * step.bytes_sent, sum.1 + steps * step.dense_bytes);
+        }
+        (!self.steps.is_empty()).then_some(sum)
+    }
+
+    /// The step before the first record: a file that goes on after an interruption has all steps, a new one those since then.
+    pub fn begin(&self) -> u64 {
+        let first = self.steps.first().map_or(0, |step| step.step);
+        if first > self.meta.step { self.meta.step } else { 0 }
+    }
+
+    /// Goes on from a step: what the file has beyond it will come again.
+    fn resume(&mut self, meta: Meta) {
+        self.steps.retain(|step| step.step <= meta.step);
+        self.epochs.retain(|epoch| epoch.step.is_none_or(|step| step <= meta.step));
+        (self.meta, self.last) = (meta, None);
+    }
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct Meta {
     pub model: String,
@@ -39,11 +68,18 @@ pub struct Meta {
     pub workers: u64,
     pub seed: u64,
     pub parameters: u64,
+    /// The step it began with.
+    pub step: u64,
 }
 
+/// Some steps: averages since the record before.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Step {
+    pub step: u64,
+    pub loss: Option<f64>,
+    pub bytes_sent: f64,
+    pub dense_bytes: f64,
     #[serde(rename = "ms", with = "milliseconds")]
     pub seconds: Seconds,
     pub exposed_ms: f64,
@@ -75,6 +111,14 @@ pub struct Epoch {
     pub metric: Option<f64>,
     #[serde(default)]
     pub metric_name: String,
+    /// The steps until its end, where they are told.
+    #[serde(default)]
+    pub step: Option<u64>,
+    #[serde(default)]
+    pub seconds: f64,
+    /// Since the run began.
+    #[serde(default)]
+    pub bytes_sent: f64,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -131,6 +175,10 @@ pub struct SyncStep {
 impl SyncStep {
     pub fn name(&self) -> &str {
         if self.auto { "auto" } else { &self.method }
+    }
+
+    pub fn label(&self) -> String {
+        format!("{} on {} ranks, {}", self.model, self.ranks, self.name())
     }
 }
 
@@ -203,19 +251,29 @@ pub struct Cell {
 }
 
 impl Found {
-    /// Reads a run directory, a file of metrics, or a document of another command.
+    /// Reads a run directory or one of many, a file of metrics, or a document of another command.
     pub fn add(&mut self, path: &Path) -> Result<()> {
-        let file = if path.is_dir() { path.join("metrics.jsonl") } else { path.to_path_buf() };
+        if !path.is_dir() {
+            return self.add_file(path);
+        }
+        let own = path.join("metrics.jsonl");
+        let files = if own.exists() { vec![own] } else { metrics_below(path)? };
+        if files.is_empty() {
+            bail!("{}: there is no metrics file (*.jsonl), neither in it nor below", path.display());
+        }
+        files.iter().try_for_each(|file| self.add_file(file))
+    }
+
+    fn add_file(&mut self, file: &Path) -> Result<()> {
         let text =
-            std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+            std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
         let lines = file.extension().is_some_and(|extension| extension == "jsonl");
         let read = if lines { self.add_run(&text) } else { self.add_document(&text) };
         read.with_context(|| file.display().to_string())
     }
 
     fn add_run(&mut self, text: &str) -> Result<()> {
-        let mut run = Run::default();
-        let mut said = false;
+        let mut run: Option<Run> = None;
         // The last line of a run that goes on may be half written; every other line must be whole.
         let whole = text.rfind('\n').map_or(0, |end| end + 1);
         for (number, line) in (1..).zip(text[..whole].lines()) {
@@ -224,21 +282,37 @@ impl Found {
             }
             let at = |error: serde_json::Error| anyhow!("line {number}: {}", one_line(&error));
             let value: Value = serde_json::from_str(line).map_err(at)?;
-            match value.get("kind").and_then(Value::as_str) {
-                Some("run") => (run.meta, said) = (from(value).map_err(at)?, true),
-                Some("step") => run.steps.push(from(value).map_err(at)?),
-                Some("layer") => run.layers.push(from(value).map_err(at)?),
-                Some("epoch") => run.epochs.push(from(value).map_err(at)?),
-                Some("final") => run.last = Some(from(value).map_err(at)?),
-                Some(_) => {}
-                None => bail!("line {number}: no \"kind\""),
+            let kind = value.get("kind").and_then(Value::as_str).map(str::to_owned);
+            let kind = kind.with_context(|| format!("line {number}: no \"kind\""))?;
+            if kind == "run" {
+                let meta = from(value).map_err(at)?;
+                self.begin_run(&mut run, meta);
+                continue;
+            }
+            // The trainer tells a resumed run once more, behind what it keeps of the steps before.
+            let run = run.get_or_insert_default();
+            match &*kind {
+                "step" => run.steps.push(from(value).map_err(at)?),
+                "layer" => run.layers.push(from(value).map_err(at)?),
+                "epoch" => run.epochs.push(from(value).map_err(at)?),
+                "final" => run.last = Some(from(value).map_err(at)?),
+                _ => {}
             }
         }
-        if !said {
-            bail!("no line of the kind \"run\": not the metrics of a training run");
-        }
-        self.runs.push(run);
+        let run = run.filter(|run| run.meta != Meta::default());
+        self.runs.push(run.context("no line of the kind \"run\": not the metrics of a training run")?);
         Ok(())
+    }
+
+    /// A run begins, or goes on: under PyTorch several may have been added to one file.
+    fn begin_run(&mut self, run: &mut Option<Run>, meta: Meta) {
+        let same = |old: &Run| {
+            old.meta == Meta::default() || old.meta == Meta { step: old.meta.step, ..meta.clone() }
+        };
+        match run {
+            Some(old) if meta.step > 0 && same(old) => old.resume(meta),
+            _ => self.runs.extend(run.replace(Run { meta, ..Run::default() })),
+        }
     }
 
     /// A document is known by its fields.
@@ -261,6 +335,24 @@ impl Found {
         }
         Ok(())
     }
+}
+
+/// Every metrics file in a directory and below, by name.
+fn metrics_below(dir: &Path) -> Result<Vec<PathBuf>> {
+    let read = || -> std::io::Result<Vec<PathBuf>> {
+        std::fs::read_dir(dir)?.map(|entry| Ok(entry?.path())).collect()
+    };
+    let mut entries = read().with_context(|| format!("cannot read {}", dir.display()))?;
+    entries.sort();
+    let mut files = Vec::new();
+    for entry in entries {
+        match entry.is_dir() {
+            true => files.extend(metrics_below(&entry)?),
+            false if entry.extension().is_some_and(|extension| extension == "jsonl") => files.push(entry),
+            false => {}
+        }
+    }
+    Ok(files)
 }
 
 fn from<T: DeserializeOwned>(value: Value) -> serde_json::Result<T> {
@@ -299,6 +391,49 @@ mod tests {
         assert!(message("b.json", "{\"curves\":3}").contains("invalid type"));
         assert!(message("b.json", "{\"sync_ms\":1").contains("EOF"));
         assert!(message("b.json", "[{\"hosts\":2}]").contains("missing field `link`"));
+    }
+
+    #[test]
+    fn a_directory_of_runs_is_all_of_them_and_one_without_any_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let message = format!("{:#}", Found::default().add(dir.path()).unwrap_err());
+        assert!(
+            message.ends_with("there is no metrics file (*.jsonl), neither in it nor below"),
+            "{message}"
+        );
+        for (place, model) in [("b/sgd", "second"), ("a", "first")] {
+            std::fs::create_dir_all(dir.path().join(place)).unwrap();
+            let text = format!("{{\"kind\":\"run\",\"model\":\"{model}\"}}\n");
+            std::fs::write(dir.path().join(place).join("metrics.jsonl"), text).unwrap();
+        }
+        let mut found = Found::default();
+        found.add(dir.path()).unwrap();
+        assert_eq!(found.runs.iter().map(|run| &*run.meta.model).collect::<Vec<_>>(), ["first", "second"]);
+    }
+
+    #[test]
+    fn a_file_may_hold_a_run_that_goes_on_and_then_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("torch.jsonl");
+        let line = |kind: &str, step: u64| {
+            format!("{{\"kind\":\"{kind}\",\"model\":\"m\",\"epoch\":1,\"step\":{step}}}\n")
+        };
+        let told = [
+            ("run", 0),
+            ("step", 1),
+            ("step", 2),
+            ("epoch", 2),
+            ("run", 1),
+            ("step", 2),
+            ("run", 0),
+            ("step", 1),
+        ];
+        std::fs::write(&path, told.map(|(kind, step)| line(kind, step)).concat()).unwrap();
+        let mut found = Found::default();
+        found.add(&path).unwrap();
+        let steps = |run: &Run| run.steps.iter().map(|step| step.step).collect::<Vec<_>>();
+        assert_eq!(found.runs.iter().map(steps).collect::<Vec<_>>(), [vec![1, 2], vec![1]]);
+        assert!(found.runs[0].epochs.is_empty(), "it was beyond the step from which the run went on");
     }
 
     #[test]

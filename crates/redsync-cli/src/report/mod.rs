@@ -3,8 +3,10 @@
 
 mod chart;
 mod load;
+mod methods;
 mod page;
 mod sections;
+mod training;
 
 use anyhow::Result;
 use clap::Args;
@@ -12,7 +14,8 @@ use std::path::PathBuf;
 
 #[derive(Debug, Args)]
 pub struct Report {
-    /// Run directories (with metrics.jsonl), metrics files, and --json outputs of bench select, bench sync, plan and simulate
+    /// Directories of one or more runs (compare --out, runs), metrics files (metrics.jsonl, and what redsync.attach(log=...) writes
+    /// under PyTorch), and --json outputs of bench select, bench sync, plan and simulate
     #[arg(required = true)]
     runs: Vec<PathBuf>,
     /// The page

@@ -61,19 +61,24 @@ pub fn grid(figures: &str) -> String {
     format!("<div class=\"grid\">\n{figures}</div>\n")
 }
 
-/// A table; cells are plain text.
+/// A table; cells are plain text, and a column of words is left-aligned.
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
-    let mut html = String::from("<div class=\"scroll\"><table><thead><tr>");
-    header.iter().for_each(|name| html.push_str(&format!("<th>{}</th>", text(name))));
-    html.push_str("</tr></thead><tbody>\n");
-    for row in rows {
-        html.push_str("<tr>");
-        for cell in row {
-            let class =
-                if cell.parse::<f64>().is_err() && cell.contains(' ') { " class=\"text\"" } else { "" };
-            html.push_str(&format!("<td{class}>{}</td>", text(&cell)));
-        }
-        html.push_str("</tr>\n");
+    let rows: Vec<Vec<String>> = rows.into_iter().collect();
+    let words = |cell: &String| cell.contains(' ') && cell.starts_with(char::is_alphabetic);
+    let class = |column: usize| match rows.iter().any(|row| row.get(column).is_some_and(words)) {
+        true => " class=\"text\"",
+        false => "",
+    };
+    let line = |tag: &str, cells: &mut dyn Iterator<Item = &str>| {
+        let cell = |(column, cell)| format!("<{tag}{}>{}</{tag}>", class(column), text(cell));
+        format!("<tr>{}</tr>", cells.enumerate().map(cell).collect::<String>())
+    };
+    let mut html = String::from("<div class=\"scroll\"><table><thead>");
+    html.push_str(&line("th", &mut header.iter().copied()));
+    html.push_str("</thead><tbody>\n");
+    for row in &rows {
+        html.push_str(&line("td", &mut row.iter().map(String::as_str)));
+        html.push('\n');
     }
     html.push_str("</tbody></table></div>\n");
     html

@@ -1,8 +1,10 @@
 //! What the page shows, from what was found: each section only if there is something for it.
 
 use super::chart::{Axes, Series, bars, lines, short};
-use super::load::{Cell, Found, Run, Simulation};
+use super::load::{Cell, Found, Run, Simulation, SyncStep};
+use super::methods::{methods, rank};
 use super::page::{Section, figure, grid, legend, table, text};
+use super::training::training;
 use anyhow::Result;
 use redsync_burn::train::Seconds;
 use redsync_engine::Traffic;
@@ -12,12 +14,14 @@ use std::collections::BTreeMap;
 pub fn all(found: &Found, gbit: f64) -> Result<Vec<Section>> {
     let mut sections = Vec::new();
     if !found.runs.is_empty() {
-        sections.push(summary(&found.runs));
+        sections.push(methods(&found.runs));
         sections.push(training(&found.runs)?);
-        sections.push(layers(&found.runs)?);
     }
     if found.runs.iter().any(|run| !run.steps.is_empty()) || !found.steps.is_empty() {
         sections.push(phases(found)?);
+    }
+    if found.runs.iter().any(compresses) {
+        sections.push(layers(&found.runs)?);
     }
     if !found.plans.is_empty() {
         sections.push(plans(found));
@@ -35,95 +39,34 @@ pub fn all(found: &Found, gbit: f64) -> Result<Vec<Section>> {
     Ok(sections)
 }
 
-fn name(run: &Run) -> String {
+/// What a run is called in a legend.
+pub fn name(run: &Run) -> String {
     format!("{} · {} workers · seed {}", run.meta.method, run.meta.workers, run.meta.seed)
 }
 
-/// Runs of one model on one data set belong into one chart.
-fn by_task(runs: &[Run]) -> BTreeMap<String, Vec<&Run>> {
+/// What a run trains; PyTorch does not say on which data.
+pub fn task(run: &Run) -> String {
+    match &*run.meta.data {
+        "" => run.meta.model.clone(),
+        data => format!("{} on {data}", run.meta.model),
+    }
+}
+
+/// Runs of one model on one data set belong into one chart, dense ones first, as methods are known.
+pub fn by_task(runs: &[Run]) -> BTreeMap<String, Vec<&Run>> {
     let mut tasks: BTreeMap<String, Vec<&Run>> = BTreeMap::new();
     for run in runs {
-        tasks.entry(format!("{} on {}", run.meta.model, run.meta.data)).or_default().push(run);
+        tasks.entry(task(run)).or_default().push(run);
     }
+    tasks.values_mut().for_each(|runs| runs.sort_by_key(|run| (rank(&run.meta.method), run.meta.seed)));
     tasks
-}
-
-fn number(value: Option<f64>) -> String {
-    value.map_or("–".into(), |value| format!("{value:.4}"))
-}
-
-fn summary(runs: &[Run]) -> Section {
-    let row = |run: &Run| {
-        let last = run.last.as_ref();
-        let epoch = run.epochs.last();
-        let metric = last.and_then(|last| last.metric).or(epoch.and_then(|epoch| epoch.metric));
-        let ratio = last.filter(|last| last.bytes_sent > 0.0).map(|last| last.dense_bytes / last.bytes_sent);
-        vec![
-            format!("{} on {}", run.meta.model, run.meta.data),
-            run.meta.method.clone(),
-            last.map_or("–".into(), |last| format!("{}B", short(last.bytes_sent))),
-            last.map_or("–".into(), |last| format!("{}B", short(last.dense_bytes))),
-            ratio.map_or("–".into(), |ratio| format!("1/{}", short(ratio))),
-            run.meta.workers.to_string(),
-            run.meta.seed.to_string(),
-            short(run.meta.parameters as f64),
-            number(last.and_then(|last| last.loss).or(epoch.and_then(|epoch| epoch.test_loss))),
-            epoch.map_or(String::new(), |epoch| epoch.metric_name.clone()),
-            number(metric),
-            last.map_or("–".into(), |last| format!("{} s", short(last.seconds.total))),
-        ]
-    };
-    let header = [
-        "training",
-        "method",
-        "sent",
-        "dense",
-        "ratio",
-        "workers",
-        "seed",
-        "parameters",
-        "loss",
-        "metric",
-        "value",
-        "time",
-    ];
-    let intro = "Sent: everything that one rank sent in the whole run, warm-up included. Dense: what dense training sends in as many steps.".into();
-    Section { title: "Runs", intro, body: table(&header, runs.iter().map(row)) }
-}
-
-fn training(runs: &[Run]) -> Result<Section> {
-    let mut figures = String::new();
-    for (task, runs) in by_task(runs) {
-        let curve = |of: fn(&super::load::Epoch) -> Option<f64>| -> Vec<Series> {
-            let points = |run: &Run| run.epochs.iter().filter_map(|e| Some((e.epoch, of(e)?))).collect();
-            runs.iter()
-                .map(|run| Series { name: name(run), points: points(run), ..Series::default() })
-                .collect()
-        };
-        let metric =
-            runs.iter().flat_map(|run| &run.epochs).map(|e| e.metric_name.as_str()).find(|m| !m.is_empty());
-        for (title, y, series) in [
-            ("training loss", "loss", curve(|e| e.train_loss)),
-            ("test loss", "loss", curve(|e| e.test_loss)),
-            (metric.unwrap_or("metric"), "", curve(|e| e.metric)),
-        ] {
-            if series.iter().all(|series| series.points.is_empty()) {
-                continue;
-            }
-            let axes = Axes { x: "epoch", y, log_x: false, log_y: false };
-            let svg = lines(axes, &series)?;
-            figures.push_str(&figure(&format!("{task}: {title}"), "by epoch", &legend(&series), &svg));
-        }
-    }
-    let intro = "Equal seeds and epochs compare; equal curves are the point of residual compression.".into();
-    Ok(Section { title: "Training", intro, body: grid(&figures) })
 }
 
 fn phases(found: &Found) -> Result<Section> {
     let mut names = Vec::new();
     let mut parts = Vec::new();
-    let mut sent: Vec<(String, f64, f64, Traffic)> = Vec::new();
-    for run in found.runs.iter().filter(|run| !run.steps.is_empty()) {
+    let mut sent: Vec<Sent> = Vec::new();
+    for run in by_task(&found.runs).into_values().flatten().filter(|run| !run.steps.is_empty()) {
         let count = run.steps.len() as f64;
         let mut mean = [0.0; 8];
         for step in &run.steps {
@@ -133,44 +76,61 @@ fn phases(found: &Found) -> Result<Section> {
         names.push(format!("{}, {}: {} ms exposed", run.meta.model, name(run), short(exposed)));
         parts.push(mean.to_vec());
         if let Some(last) = &run.last {
-            let label = format!("{}, {}", run.meta.model, name(run));
-            sent.push((label, last.bytes_sent, last.dense_bytes, last.traffic));
+            sent.push((format!("{}, {}", run.meta.model, name(run)), last.bytes_sent, last.traffic));
         }
     }
     for step in &found.steps {
-        let label = format!("{} on {} ranks, {}", step.model, step.ranks, step.name());
-        names.push(label.clone());
+        names.push(step.label());
         parts.push(step.breakdown.times(1e3).phases().to_vec());
-        sent.push((label, step.bytes_sent_per_step, step.dense_bytes_per_step, step.traffic));
+        sent.push((step.label(), step.bytes_sent_per_step, step.traffic));
     }
     let phases: Vec<_> = Seconds::PHASES.iter().map(|name| (name.to_string(), false)).collect();
     let caption = "mean of one step; what overlaps is counted in each phase";
     let mut figures = figure("Time by phase", caption, &phases, &bars("ms", &names, &parts)?);
     if !sent.is_empty() {
-        let header = ["run or step", "bytes sent", "dense", "share"];
-        let row = |(name, sent, dense, _): &(String, f64, f64, Traffic)| {
-            let share = if *dense > 0.0 { format!("{:.3}%", 100.0 * sent / dense) } else { "–".into() };
-            vec![name.clone(), short(*sent), short(*dense), share]
+        figures.push_str(&bytes(&sent)?);
+    }
+    if !found.steps.is_empty() {
+        let header = ["step", "bytes sent", "dense", "share"];
+        let row = |step: &SyncStep| {
+            let (sent, dense) = (step.bytes_sent_per_step, step.dense_bytes_per_step);
+            let share = if dense > 0.0 { format!("{:.3}%", 100.0 * sent / dense) } else { "–".into() };
+            vec![step.label(), short(sent), short(dense), share]
         };
-        let names: Vec<String> = sent.iter().map(|(name, ..)| name.clone()).collect();
-        // Older files do not say where their bytes went.
-        let parts = |(_, sent, _, traffic): &(String, f64, f64, Traffic)| {
-            let mut parts = traffic.parts().map(|(_, bytes)| bytes as f64).to_vec();
-            parts.push((sent - traffic.sent() as f64).max(0.0));
-            parts
-        };
-        let values: Vec<Vec<f64>> = sent.iter().map(parts).collect();
-        let unknown = values.iter().any(|parts| parts[4] > 0.0).then_some("not told");
-        let names_of_parts = Traffic::default().parts().map(|(name, _)| name).into_iter().chain(unknown);
-        let legend: Vec<_> = names_of_parts.map(|name| (name.to_string(), false)).collect();
-        let caption = "of one rank: what it sent, by where it went";
-        figures.push_str(&figure("Bytes", caption, &legend, &bars("B", &names, &values)?));
-        figures.push_str(&format!(
-            "<figure><h3>Bytes against dense</h3>{}</figure>",
-            table(&header, sent.iter().map(row))
-        ));
+        let rows = table(&header, found.steps.iter().map(row));
+        figures.push_str(&format!("<figure><h3>Bytes of a step against dense</h3>{rows}</figure>"));
     }
     Ok(Section { title: "Time and bytes", intro: String::new(), body: grid(&figures) })
+}
+
+/// What sent something, how much, and where that went.
+type Sent = (String, f64, Traffic);
+
+fn bytes(sent: &[Sent]) -> Result<String> {
+    let names: Vec<String> = sent.iter().map(|(name, ..)| name.clone()).collect();
+    // Older files do not say where their bytes went.
+    let parts = |(_, sent, traffic): &Sent| {
+        let mut parts = traffic.parts().map(|(_, bytes)| bytes as f64).to_vec();
+        parts.push((sent - traffic.sent() as f64).max(0.0));
+        parts
+    };
+    let values: Vec<Vec<f64>> = sent.iter().map(parts).collect();
+    // What nobody sent needs no colour: only Adam has second moments, only older files are silent.
+    let all = Traffic::default().parts().map(|(name, _)| name).into_iter().chain(["not told"]);
+    let used = |i: usize| i < 4 || values.iter().any(|parts| parts[i] > 0.0);
+    let legend: Vec<_> =
+        all.enumerate().filter(|(i, _)| used(*i)).map(|(_, name)| (name.to_string(), false)).collect();
+    let only_used = |parts: &Vec<f64>| {
+        parts.iter().enumerate().filter(|(i, _)| used(*i)).map(|(_, part)| *part).collect()
+    };
+    let values: Vec<Vec<f64>> = values.iter().map(only_used).collect();
+    let caption = "of one rank: what it sent, by where it went";
+    Ok(figure("Bytes", caption, &legend, &bars("B", &names, &values)?))
+}
+
+/// Whether it says of a layer what it keeps back.
+fn compresses(run: &Run) -> bool {
+    run.layers.iter().any(|layer| layer.residual_norm.is_some())
 }
 
 /// How many layers a chart can show.
@@ -178,7 +138,7 @@ const MOST_LINES: usize = 6;
 
 fn layers(runs: &[Run]) -> Result<Section> {
     let mut figures = String::new();
-    for run in runs.iter().filter(|run| !run.layers.is_empty()) {
+    for run in by_task(runs).into_values().flatten().filter(|run| compresses(run)) {
         let last = run.layers.iter().map(|layer| layer.epoch).fold(f64::NEG_INFINITY, f64::max);
         let mut now: Vec<_> = run.layers.iter().filter(|layer| layer.epoch == last).collect();
         now.sort_by_key(|layer| std::cmp::Reverse(layer.size));
@@ -198,7 +158,7 @@ fn layers(runs: &[Run]) -> Result<Section> {
             compressed.iter().map(|layer| line(&layer.name)).collect()
         };
         for (title, y, log_y, series) in [
-            ("residual", "norm", false, curve(|l| l.residual_norm)),
+            ("residual", "norm", true, curve(|l| l.residual_norm)),
             ("density", "share sent", true, curve(|l| l.density)),
         ] {
             if series.iter().any(|series| !series.points.is_empty()) {
@@ -227,7 +187,8 @@ fn layers(runs: &[Run]) -> Result<Section> {
         figures
             .push_str(&format!("<figure><h3>{title}</h3>{}</figure>", table(&header, now.iter().map(row))));
     }
-    let intro = "What each layer sent, and what it keeps back: a residual that grows without end would be a sign of trouble.".into();
+    let intro = "What each layer sent, and what it keeps back. What waits is kept in units of the present learning rate, so it grows where \
+                 the rate falls; one that grew at a constant rate would be a sign of trouble.".into();
     Ok(Section { title: "Layers", intro, body: grid(&figures) })
 }
 
@@ -374,7 +335,9 @@ fn scaling(simulations: &[Simulation]) -> Result<Section> {
         let title = format!("{model} on {platform}: rgc+asq by phase");
         figures.push_str(&figure(&title, "hidden or not", &phases, &bars("ms", &names, &parts)?));
     }
-    let intro = "From the cost model alone.".into();
+    let intro = "From the cost model alone. sgd is dense; the others gather, unless their name says by which exchange their messages travel; \
+                 auto is what `redsync plan` chooses for each number of ranks."
+        .into();
     Ok(Section { title: "Scaling, simulated", intro, body: grid(&figures) })
 }
 

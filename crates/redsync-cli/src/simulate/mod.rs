@@ -5,13 +5,17 @@
 mod work;
 
 use crate::bench::{parse_ms, print_json, table};
-use crate::plan::{ModelArgs, predict::Question, refused};
+use crate::plan::predict::{LOCAL_DENSITY, Question};
+use crate::plan::{ModelArgs, OptimizerArg, refused};
 use crate::platform::{self, Described};
 use anyhow::Result;
 use clap::Args;
 use redsync_engine::cost::{Compute, Step, Times, training_time};
-use redsync_engine::{Choice, Config, Layer, Method, WarmUp, choices};
+use redsync_engine::{Choice, Config, Exchange, Layer, Method, WarmUp, choices};
 use serde::Serialize;
+
+/// Those of the paper.
+const PAPERS: [Method; 4] = [Method::Sgd, Method::Rgc, Method::RgcAsq, Method::RgcNaive];
 
 #[derive(Clone, Debug, Args)]
 pub struct Simulate {
@@ -27,10 +31,10 @@ pub struct Simulate {
     /// Samples per rank and step [default: the paper's for its models]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     batch: Option<u32>,
-    /// Length of the forward pass, instead of the platform's floating-point operations
+    /// Length of the forward pass in milliseconds, instead of the platform's floating-point operations
     #[arg(long, value_parser = parse_ms, requires = "backward_ms")]
     forward_ms: Option<f64>,
-    /// Length of the backward pass, instead of the platform's floating-point operations
+    /// Length of the backward pass in milliseconds, instead of the platform's floating-point operations
     #[arg(long, value_parser = parse_ms)]
     backward_ms: Option<f64>,
     /// The first epochs: none, dense:EPOCHS (everything dense) or ramp:EPOCHS (25% to 0.4%, so many epochs in all) [default: ramp:5;
@@ -40,6 +44,9 @@ pub struct Simulate {
     /// Epochs of the training whose average step is shown
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     epochs: u64,
+    /// Also local steps, with an exchange every so many
+    #[arg(long, value_delimiter = ',', value_name = "STEPS", value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    every: Vec<u64>,
     /// Print one JSON document instead of a table
     #[arg(long)]
     json: bool,
@@ -59,13 +66,14 @@ struct Report {
 
 #[derive(Debug, Serialize)]
 struct Curve {
-    method: &'static str,
+    method: String,
     rows: Vec<Row>,
 }
 
 #[derive(Debug, Serialize)]
 struct Row {
     ranks: usize,
+    exchange: &'static str,
     step_ms: f64,
     compute_ms: f64,
     select_ms: f64,
@@ -113,28 +121,49 @@ impl Simulate {
     fn simulate(&self) -> Result<Report> {
         let (name, layers, recurrent) = self.model.resolve()?;
         let described = platform::load(&self.platform).map_err(refused)?;
+        let platform = self.model.on_hosts(described.platform.clone());
         let (batch, compute) = self.compute(&described)?;
         let mut config = self.model.config(recurrent, described.paper);
         let usual = if described.paper { WarmUp::None } else { WarmUp::Ramp(5 * PER_EPOCH) };
         config.warm_up = self.warm_up.unwrap_or(usual);
-        let question = Question { layers: &layers, config, platform: &described.platform, ranks: 1, compute };
+        let question = Question { layers: &layers, config, platform: &platform, ranks: 1, compute };
         let alone = question.times(Method::Sgd, 1)?;
-        let curve = |method| -> Result<Curve> {
-            let row = |ranks: &u32| self.row(&question, method, *ranks as usize, alone);
-            Ok(Curve {
-                method: Method::name(method),
-                rows: self.ranks.iter().map(row).collect::<Result<_>>()?,
-            })
+        let all_ranks = |method: String, row: &dyn Fn(usize) -> Result<Row>| -> Result<Curve> {
+            let rows = self.ranks.iter().map(|ranks| row(*ranks as usize)).collect::<Result<_>>()?;
+            Ok(Curve { method, rows })
         };
+        let curve = |(method, every): (Method, Option<u64>)| {
+            let name = every.map_or(method.name().into(), |every| format!("every {every}"));
+            all_ranks(name, &|ranks| self.row(&question, method, every, ranks, alone))
+        };
+        // One mean for all values is too coarse for AdamW.
+        let adamw = [Method::Sgd, Method::Rgc, Method::RgcTwoBit];
+        let methods = if self.model.optimizer == OptimizerArg::Adamw { &adamw[..] } else { &PAPERS };
+        let local = self.every.iter().map(|every| (Method::RgcTwoBit, Some(*every)));
+        let curves = methods.iter().map(|method| (*method, None)).chain(local);
+        let mut curves = curves.map(curve).collect::<Result<Vec<_>>>()?;
+        // The usual method by the exchanges that the curves above do not have; one that was asked for is theirs.
+        for exchange in [Exchange::Owners, Exchange::Hosts] {
+            // Where every rank has its own link, hosts are ranks.
+            let differs = exchange != Exchange::Hosts || platform.ranks_per_host > 1;
+            if differs && self.model.exchange.is_none() {
+                let config = Config { exchange: Some(exchange), ..question.config.clone() };
+                let name = format!("{}, {}", config.method.name(), exchange.name());
+                let row = |ranks| self.row_of(&question, &config, None, ranks, alone);
+                curves.push(all_ranks(name, &row)?);
+            }
+        }
+        let auto = |ranks| self.row_of(&question, &question.auto(ranks)?, None, ranks, alone);
+        curves.push(all_ranks("auto".into(), &auto)?);
         Ok(Report {
             model: name,
             platform: self.platform.clone(),
             about: described.about,
-            density: self.model.density.fraction(),
+            density: self.model.fraction(),
             batch,
             forward_ms: 1e3 * compute.forward,
             backward_ms: 1e3 * compute.backward,
-            curves: Method::ALL.into_iter().map(curve).collect::<Result<_>>()?,
+            curves,
         })
     }
 
@@ -147,22 +176,44 @@ impl Simulate {
             return Ok((batch, Compute { forward, backward: backward / 1e3, on_cores: described.on_cores }));
         }
         let Some(work) = known.filter(|_| described.flops > 0.0) else {
-            let what = "how long this model computes on this platform is not known: say --backward-ms";
+            let what = "how long this model computes on this platform is not known: give --backward-ms";
             return Err(crate::usage(what.into()));
         };
         let forward = work.operations * f64::from(batch) / (described.flops * work.efficiency);
         Ok((batch, Compute { forward, backward: 2.0 * forward, on_cores: described.on_cores }))
     }
 
-    fn row(&self, question: &Question<'_>, method: Method, ranks: usize, alone: Times) -> Result<Row> {
+    fn row(
+        &self,
+        question: &Question<'_>,
+        method: Method,
+        every: Option<u64>,
+        ranks: usize,
+        alone: Times,
+    ) -> Result<Row> {
         let config = Config { method, ..question.config.clone() };
-        let choices = choices(question.layers, &config)?;
+        let config = if every.is_some() { Config { density: LOCAL_DENSITY, ..config } } else { config };
+        self.row_of(question, &config, every, ranks, alone)
+    }
+
+    /// One number of ranks with a configuration.
+    fn row_of(
+        &self,
+        question: &Question<'_>,
+        config: &Config,
+        every: Option<u64>,
+        ranks: usize,
+        alone: Times,
+    ) -> Result<Row> {
+        let choices = choices(question.layers, config)?;
         let Question { layers, platform, compute, .. } = *question;
-        let step = Step { layers, choices: &choices, config: &config, platform, ranks, compute };
-        let t = step.times();
+        let step = Step { layers, choices: &choices, config, platform, ranks, compute };
+        let t = every.map_or_else(|| step.times(), |every| step.local_times(every));
         let dense = question.times(Method::Sgd, ranks)?;
+        let exchange = config.exchange.unwrap_or(Exchange::Gather);
         Ok(Row {
             ranks,
+            exchange: exchange.name(),
             step_ms: 1e3 * t.step,
             compute_ms: 1e3 * t.compute,
             select_ms: 1e3 * t.select,
@@ -170,8 +221,12 @@ impl Simulate {
             exchange_ms: 1e3 * t.exchange,
             decode_ms: 1e3 * t.decode,
             apply_ms: 1e3 * t.apply,
-            average_step_ms: 1e3 * training_time(&step, PER_EPOCH * self.epochs)
-                / (PER_EPOCH * self.epochs) as f64,
+            average_step_ms: match every {
+                Some(_) => 1e3 * t.step,
+                None => {
+                    1e3 * training_time(&step, PER_EPOCH * self.epochs) / (PER_EPOCH * self.epochs) as f64
+                }
+            },
             scaling: ranks as f64 * alone.step / t.step,
             speedup: dense.step / t.step,
             bytes_on_link: t.bytes_on_link.round(),
@@ -219,6 +274,7 @@ fn print(report: &Report) {
             "vs sgd",
             "MB on link",
             "of dense",
+            "exchange",
         ];
         let mut out = table(&header);
         for row in &curve.rows {
@@ -235,13 +291,15 @@ fn print(report: &Report) {
                 format!("{:.2} x", row.speedup),
                 format!("{:.2}", row.bytes_on_link / 1e6),
                 format!("{:.2}%", 100.0 * row.share_of_dense_bytes),
+                row.exchange.into(),
             ]);
         }
         crate::say!("\n{}\n{out}", curve.method);
     }
     crate::say!(
         "scaling: samples per second against sgd on one rank. exchange: what keeps the link busy, hidden behind the backward \
-         pass or not. of dense: what compressed layers put on the link, against their dense sum."
+         pass or not. of dense: what compressed layers put on the link, against their dense sum. auto: \
+         layers and exchange as `redsync plan` chooses them for each number of ranks."
     );
 }
 
@@ -326,5 +384,30 @@ mod tests {
         let expected = 0.1 * sgd.step_ms + 0.9 * asq.step_ms;
         assert!((asq.average_step_ms / expected - 1.0).abs() < 1e-9);
         assert!(parse_warm_up("dense").is_err() && parse_warm_up("ramp:x").is_err());
+    }
+
+    /// The paper's authors stopped where gathering ends to help. Owners go on.
+    #[test]
+    fn the_chosen_exchange_is_never_slower_than_dense_and_goes_on_where_gathering_ends() {
+        for platform in ["piz-daint", "muradin", "10gbe", "25gbe"] {
+            for model in ["vgg16", "alexnet", "resnet50", "lstm-ptb"] {
+                let report = curves(&["--model", model, "--platform", platform]);
+                let rows =
+                    |method: &str| &report.curves.iter().find(|curve| curve.method == method).unwrap().rows;
+                for row in rows("auto") {
+                    assert!(
+                        row.speedup > 0.95,
+                        "{model} on {platform}: {} ranks, {}",
+                        row.ranks,
+                        row.speedup
+                    );
+                }
+                let (gathered, auto) = (rows("rgc+asq").last().unwrap(), rows("auto").last().unwrap());
+                assert!(
+                    gathered.speedup < 1.0 && auto.speedup > 1.05 && auto.exchange == "owners",
+                    "{model} {platform}"
+                );
+            }
+        }
     }
 }

@@ -34,29 +34,7 @@ impl Compare {
         if options.mpi()? {
             return Err(usage("compare runs local workers; under MPI run train once for each method".into()));
         }
-        let job = |method: &String| {
-            let mut options = Options { method: Some(method.clone()), ..options.clone() };
-            options.out = options.out.map(|out| out.join(method));
-            options.checkpoint_dir = options.checkpoint_dir.map(|dir| dir.join(method));
-            Job::new(options)
-        };
-        // All are checked before the first runs.
-        let jobs: Vec<Job> = self.methods.iter().map(job).collect::<Result<_>>()?;
-        let mut summaries = Vec::new();
-        for mut job in jobs {
-            let out = job.directory()?;
-            let Some(ended) = job.run(&out)? else { continue };
-            if let Some((step, dir)) = &ended.interrupted {
-                self.show(&summaries)?;
-                let method = ended.summary.method;
-                let rest = dir.as_ref().map_or(String::new(), |dir| {
-                    let dir = dir.display();
-                    format!("; its checkpoint is for train --method {method} --checkpoint-dir {dir} --resume")
-                });
-                bail!("interrupted after {step} steps by {method}, those shown are complete{rest}");
-            }
-            summaries.push(ended.summary);
-        }
+        let summaries = run_all(jobs(&options, &self.methods)?, &|complete| self.show(complete))?;
         self.show(&summaries)
     }
 
@@ -69,6 +47,37 @@ impl Compare {
             }
         }
     }
+}
+
+/// The same training by several methods, each with a directory of its name. All are checked before the first runs.
+pub(super) fn jobs(options: &Options, methods: &[String]) -> Result<Vec<Job>> {
+    let job = |method: &String| {
+        let mut options = Options { method: Some(method.clone()), ..options.clone() };
+        options.out = options.out.map(|out| out.join(method));
+        options.checkpoint_dir = options.checkpoint_dir.map(|dir| dir.join(method));
+        Job::new(options)
+    };
+    methods.iter().map(job).collect()
+}
+
+/// Runs them one after the other. If one is interrupted, those that are complete are shown, and the rest is left out.
+pub(super) fn run_all(jobs: Vec<Job>, show: &dyn Fn(&[Summary]) -> Result<()>) -> Result<Vec<Summary>> {
+    let mut summaries = Vec::new();
+    for mut job in jobs {
+        let out = job.directory();
+        let Some(ended) = job.run(&out)? else { continue };
+        if let Some((step, dir)) = &ended.interrupted {
+            show(&summaries)?;
+            let method = ended.summary.method;
+            let rest = dir.as_ref().map_or(String::new(), |dir| {
+                let dir = dir.display();
+                format!("; its checkpoint is for train --method {method} --checkpoint-dir {dir} --resume")
+            });
+            bail!("interrupted after {step} steps by {method}, those shown are complete{rest}");
+        }
+        summaries.push(ended.summary);
+    }
+    Ok(summaries)
 }
 
 fn print(summaries: &[Summary]) {
@@ -84,6 +93,7 @@ fn print(summaries: &[Summary]) {
         "messages",
         "rest",
         "headers",
+        "moments",
         "forward",
         "backward",
         "wait",
@@ -92,7 +102,7 @@ fn print(summaries: &[Summary]) {
     ]);
     for s in summaries {
         let ms = |seconds: f64| format!("{:.1} ms", 1e3 * seconds / s.steps.max(1) as f64);
-        let [warm_up, messages, rest, headers] = s.traffic.parts().map(|(_, bytes)| size(bytes));
+        let [warm_up, messages, rest, headers, moments] = s.traffic.parts().map(|(_, bytes)| size(bytes));
         out.add_row([
             s.method.to_string(),
             metric(s),
@@ -103,6 +113,7 @@ fn print(summaries: &[Summary]) {
             messages,
             rest,
             headers,
+            moments,
             ms(s.seconds.forward),
             ms(s.seconds.backward),
             ms(s.seconds.exchange),
@@ -111,5 +122,7 @@ fn print(summaries: &[Summary]) {
         ]);
     }
     crate::say!("{out}");
-    crate::say!("sent: by one worker in the whole run. rest: biases, norms and small or dense layers.");
+    crate::say!(
+        "sent: by one worker in the whole run. rest: biases, norms and small or dense layers; moments: Adam's second."
+    );
 }

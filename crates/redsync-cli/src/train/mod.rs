@@ -3,6 +3,7 @@
 mod compare;
 mod options;
 mod progress;
+mod tour;
 
 pub use compare::Compare;
 
@@ -36,18 +37,26 @@ pub struct Train {
 
 impl Train {
     pub fn run(self) -> Result<()> {
+        if self.says_nothing() {
+            return tour::run();
+        }
         let mut job = Job::new(self.options.with_file(self.config.as_deref())?)?;
         job.settings.resume = self.resume;
         if self.resume && job.settings.checkpoint_dir.is_none() {
-            return Err(usage("--resume needs --checkpoint-dir, to know where from".into()));
+            return Err(usage("--resume needs --checkpoint-dir: the directory to continue from".into()));
         }
-        let out = job.directory()?;
+        let out = job.directory();
         let Some(ended) = job.run(&out)? else { return Ok(()) };
         match self.json {
             true => crate::bench::print_json(&ended.summary)?,
             false => progress::print(&ended.summary, &out),
         }
         interrupted(&ended)
+    }
+
+    /// Nothing was chosen: the user wants to see what this is for.
+    fn says_nothing(&self) -> bool {
+        self.options == Options::default() && self.config.is_none() && !self.resume && !self.json
     }
 }
 
@@ -74,40 +83,36 @@ impl Job {
     fn new(options: Options) -> Result<Self> {
         let (settings, mpi) = (options.settings()?, options.mpi()?);
         if options.workers == Some(0) {
-            return Err(usage("workers is 0, and must be at least 1".into()));
+            return Err(usage("workers must be at least 1, got 0".into()));
         }
         if options.threads == Some(0) {
-            return Err(usage("threads is 0, and must be at least 1".into()));
+            return Err(usage("threads must be at least 1, got 0".into()));
         }
         if options.momentum.is_some() && settings.optimizer == Optimizer::Sgd {
             return Err(usage(
-                "momentum has no use with the optimizer sgd: give --optimizer momentum or nesterov".into(),
+                "momentum is not used by --optimizer sgd: give --optimizer momentum or nesterov, too".into(),
             ));
         }
         if options.beta2.is_some() && settings.optimizer != Optimizer::AdamW {
-            return Err(usage("beta2 is adamw's: give --optimizer adamw".into()));
+            return Err(usage("beta2 is an option of adamw: give --optimizer adamw, too".into()));
         }
         let decided =
             [(options.dense_below.is_some(), "--dense-below"), (options.paper == Some(true), "--paper")];
         if let Some((_, other)) = decided.iter().find(|(given, _)| settings.auto && *given) {
-            return Err(usage(format!("--auto has nothing left to decide with {other}: give one of both")));
+            return Err(usage(format!(
+                "--auto and {other} cannot be combined: both decide which layers are compressed"
+            )));
         }
         if options.checkpoint_every.is_some() && settings.checkpoint_dir.is_none() {
-            return Err(usage("--checkpoint-every needs --checkpoint-dir, to know where".into()));
+            return Err(usage("--checkpoint-every needs --checkpoint-dir: the directory to write to".into()));
         }
         Ok(Job { options, settings, mpi })
     }
 
     /// Where metrics go: where the user says, or a new directory.
-    fn directory(&self) -> Result<PathBuf> {
+    fn directory(&self) -> PathBuf {
         let name = format!("{}-{}", self.settings.model, self.settings.method.name());
-        match &self.options.out {
-            Some(out) => Ok(out.clone()),
-            None => Ok((1..)
-                .map(|n| Path::new("runs").join(format!("{name}-{n:03}")))
-                .find(|dir| !dir.exists())
-                .unwrap_or_default()),
-        }
+        self.options.out.clone().unwrap_or_else(|| fresh_directory(&name))
     }
 
     /// Trains. Under MPI only rank 0 gets what came out.
@@ -161,6 +166,12 @@ impl Job {
         let all = comm.allgather(Tag { step: 0, op: 0 }, name).wait(self.settings.deadline)?;
         Ok(PathBuf::from(String::from_utf8_lossy(all.from_rank(0)).into_owned()))
     }
+}
+
+/// A directory under `runs/` that is not there yet.
+fn fresh_directory(name: &str) -> PathBuf {
+    let numbered = |n: u32| Path::new("runs").join(format!("{name}-{n:03}"));
+    (1..).map(numbered).find(|dir| !dir.exists()).unwrap_or_default()
 }
 
 /// The cores of this host, divided among the ranks that MPI's launcher put on it.

@@ -6,14 +6,14 @@ use clap::{Args, CommandFactory, Parser};
 use redsync_burn::net::Architecture;
 use redsync_burn::train::{Optimizer, Schedule, Settings, WarmUp};
 use redsync_data::Places;
-use redsync_engine::{Method, Preset, Rest};
+use redsync_engine::{Exchange, Method, Preset, Rest};
 use redsync_names::nearest;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Every choice may also stand in the file of --config, under the same name without the dashes.
-#[derive(Args, Clone, Debug, Default, Deserialize)]
+#[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Options {
     /// Network: digits-cnn, vgg-small, vgg16-cifar, resnet20, resnet44, alexnet, vgg16, resnet50, lstm-small, lstm-ptb, lstm-wiki2,
@@ -23,10 +23,10 @@ pub struct Options {
     /// Data: digits (always there), fashion-mnist, mnist, cifar10, ptb, wikitext-2, synthetic-imagenet [default: what suits the model]
     #[arg(long, help_heading = "What")]
     pub data: Option<String>,
-    /// Directory in which data are looked for first, themselves or in a directory of their name
+    /// Directory in which data are looked for first, directly or in a subdirectory of their name
     #[arg(long, help_heading = "What", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
-    /// Fetch data that are nowhere to be found from their official address, into the cache
+    /// Fetch data that are not found from their official address, into the user's cache
     #[arg(long, help_heading = "What", num_args = 0..=1, default_missing_value = "true")]
     pub download: Option<bool>,
     /// Use only so many images, or words, of the training data
@@ -52,11 +52,12 @@ pub struct Options {
     #[arg(long, help_heading = "Workers", value_name = "SECONDS")]
     pub deadline: Option<f64>,
 
-    /// sgd (dense), rgc (compressed), rgc+asq (and quantized) or rgc-naive (compressed by a full sort) [default: rgc+asq;
-    /// rgc with adamw]
+    /// sgd (dense), rgc (compressed), rgc+2bit (values in two bits each), rgc+asq (one value for all) or rgc-naive (compressed by a
+    /// full sort) [default: rgc+asq; rgc+2bit with adamw and with --every]
     #[arg(long, help_heading = "Compression")]
     pub method: Option<String>,
-    /// Fraction of a compressed layer that is sent at a step [default: 0.001; 0.01 with adamw]
+    /// Fraction of a compressed layer that is sent at a step [default: 0.001; 0.01 with adamw, 1/64 with
+    /// --every]
     #[arg(long, help_heading = "Compression")]
     pub density: Option<f64>,
     /// Elements that a small compressed layer sends at least; 16 times as many during a ramp, but at most 1/16 of the layer
@@ -67,7 +68,7 @@ pub struct Options {
     /// steps would send if they were dense), dense (everything is sent as it is) or none [default: ramp; dense with --paper]
     #[arg(long, help_heading = "Compression")]
     pub warm_up: Option<String>,
-    /// Epochs of that, or a part of one [default: for a ramp 5, but at most 5/6 of the training; 1 if it is dense]
+    /// Epochs of the warm-up, or a part of one [default: for a ramp 5, but at most 5/6 of the training; 1 if it is dense]
     #[arg(long, help_heading = "Compression", value_name = "EPOCHS")]
     pub warm_up_epochs: Option<f64>,
     /// Weights of fewer bytes are not compressed, but sent whole [default: 4096; 131072 with --paper]
@@ -77,6 +78,28 @@ pub struct Options {
     /// later steps) or f32 [default: 8bit; always f32 with --paper]
     #[arg(long, help_heading = "Compression")]
     pub rest: Option<String>,
+    /// How messages travel: gather (every worker receives every worker's), owners (every element has an owner, who adds what all sent
+    /// and sends on the largest: what a worker receives does not grow with their number) or hosts (workers of one host sum their gradients
+    /// densely, and a host sends what a single worker would) [default: gather; with --auto what is predicted to be faster]
+    #[arg(long, help_heading = "Compression")]
+    pub exchange: Option<String>,
+    /// With --exchange hosts: workers on each host, one after the other [default with --comm mpi: those on the same machine]
+    #[arg(long, help_heading = "Compression", value_name = "N")]
+    pub ranks_per_host: Option<usize>,
+    /// Local steps, for the slowest links: every worker trains by itself, with any optimizer, and after so many steps the workers
+    /// exchange the largest differences of their weights. Costs some loss, the more the longer; with --method sgd weights are averaged
+    #[arg(long, help_heading = "Compression", value_name = "STEPS")]
+    pub every: Option<u64>,
+    /// With --every: the rate at which what the workers found is applied [default: 1]
+    #[arg(long, help_heading = "Compression", value_name = "RATE")]
+    pub outer_rate: Option<f32>,
+    /// With --every: how much of what was not sent is kept until the next exchange [default: 0.95]
+    #[arg(long, help_heading = "Compression", value_name = "FRACTION")]
+    pub keep: Option<f32>,
+    /// With adamw: steps within which a worker tells the others all of its second moments, a part of them at each step, in four bits
+    /// per element; 0: never, each keeps to its own [default: 64; 256 below a density of 0.4%]
+    #[arg(long, help_heading = "Compression", value_name = "STEPS")]
+    pub share_moments: Option<u64>,
     /// Measure machine and network first, some seconds long, and compress the layers for which that is predicted to be faster
     #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
     pub auto: Option<bool>,
@@ -97,7 +120,7 @@ pub struct Options {
     /// Images, or streams of text, of each worker in a step [default: by model]
     #[arg(long, help_heading = "Training", value_name = "N")]
     pub batch_size: Option<usize>,
-    /// Words through which gradients go back [default: 35]
+    /// Words, or bytes, through which gradients go back [default: 35]
     #[arg(long, help_heading = "Training", value_name = "N")]
     pub bptt: Option<usize>,
     /// sgd, momentum, nesterov or adamw [default: nesterov, sgd for LSTMs]
@@ -112,11 +135,11 @@ pub struct Options {
     /// Learning rate [default: by model; 0.001 with adamw]
     #[arg(long, help_heading = "Training")]
     pub lr: Option<f64>,
-    /// Its course: constant, step (a tenth at 1/2, at 3/4), cosine or plateau (a quarter when validation gets no better)
+    /// Course of the learning rate: constant, step (a tenth at 1/2, at 3/4), cosine or plateau (a quarter when validation gets no better)
     /// [default: cosine, plateau for LSTMs]
     #[arg(long, help_heading = "Training")]
     pub schedule: Option<String>,
-    /// Epochs in which it grows to its value [default: 1, 0 for LSTMs]
+    /// Epochs in which the learning rate grows to its value [default: 1, 0 for LSTMs]
     #[arg(long, help_heading = "Training", value_name = "EPOCHS")]
     pub lr_warm_up_epochs: Option<f64>,
     /// Weight decay, of all but biases and norms [default: 0.0005, 0 for LSTMs, 0.1 with adamw]
@@ -132,7 +155,7 @@ pub struct Options {
     /// Steps between two lines of metrics [default: 20]
     #[arg(long, help_heading = "Results", value_name = "STEPS")]
     pub log_every: Option<u64>,
-    /// Steps between two comparisons of the weights of all workers [default: 100]
+    /// Exchanges between two comparisons of the weights of all workers [default: 100]
     #[arg(long, help_heading = "Results", value_name = "STEPS")]
     pub check_every: Option<u64>,
     /// Directory for checkpoints
@@ -160,7 +183,7 @@ impl Options {
         let file = read(path)?;
         Ok(
             first!(self, file; model data data_dir download train_limit test_limit seed comm workers threads deadline method
-            density at_least warm_up warm_up_epochs dense_below rest auto paper masking bf16 epochs batch_size bptt optimizer momentum beta2 lr schedule
+            density at_least warm_up warm_up_epochs dense_below rest exchange ranks_per_host every outer_rate keep share_moments auto paper masking bf16 epochs batch_size bptt optimizer momentum beta2 lr schedule
             lr_warm_up_epochs weight_decay clip out log_every check_every checkpoint_dir checkpoint_every stop_after),
         )
     }
@@ -170,7 +193,7 @@ impl Options {
             "local" => Ok(false),
             "mpi" => Ok(true),
             other => Err(usage(format!(
-                "unknown engine {other} for --comm: {}",
+                "unknown communicator {other} for --comm: {}",
                 nearest(other, &["local", "mpi"])
             ))),
         }
@@ -188,13 +211,18 @@ impl Options {
         if s.optimizer == Optimizer::AdamW {
             s = s.for_adamw();
         }
+        if let Some(every) = self.every {
+            s = s.for_local_steps(every);
+        }
         macro_rules! set {
             ($($field:ident)*) => { $(if let Some(value) = &self.$field { s.$field = value.clone(); })* };
         }
-        set!(data density at_least auto masking bf16 epochs batch_size bptt momentum beta2 lr lr_warm_up_epochs
+        set!(data density at_least outer_rate keep auto masking bf16 epochs batch_size bptt momentum beta2 lr lr_warm_up_epochs
             weight_decay seed log_every check_every checkpoint_every);
         (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
+        s.share_moments = self.share_moments;
         (s.dense_below, s.checkpoint_dir) = (self.dense_below, self.checkpoint_dir.clone());
+        s.ranks_per_host = self.ranks_per_host;
         if let Some(clip) = self.clip {
             s.clip = (clip != 0.0).then_some(clip);
         }
@@ -203,11 +231,19 @@ impl Options {
         }
         if let Some(seconds) = self.deadline {
             let valid = Duration::try_from_secs_f64(seconds).ok().filter(|_| seconds > 0.0);
-            s.deadline =
-                valid.ok_or_else(|| usage(format!("deadline is {seconds}, and must be positive")))?;
+            s.deadline = valid.ok_or_else(|| {
+                usage(format!("deadline must be a positive number of seconds, got {seconds}"))
+            })?;
         }
         let methods = Method::ALL.map(Method::name);
         choose(&mut s.method, "method", &self.method, Method::from_name, &methods)?;
+        let exchanges = Exchange::ALL.map(Exchange::name);
+        let named = |name: &str| Exchange::from_name(name).map(Some);
+        choose(&mut s.exchange, "exchange", &self.exchange, named, &exchanges)?;
+        if s.exchange == Some(Exchange::Hosts) && s.ranks_per_host.is_none() && !self.mpi()? {
+            let how = "threads are all on one host: say how many are to be on each (--ranks-per-host)";
+            return Err(usage(format!("--exchange hosts: {how}")));
+        }
         choose(&mut s.rest, "rest", &self.rest, Rest::from_name, &Rest::ALL.map(Rest::name))?;
         choose(&mut s.schedule, "schedule", &self.schedule, Schedule::from_name, &Schedule::NAMES)?;
         s.warm_up = WarmUp::usual(s.preset, s.epochs);

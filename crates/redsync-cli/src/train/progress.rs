@@ -156,7 +156,9 @@ pub fn print(summary: &Summary, out: &Path) {
 pub fn shares(traffic: &Traffic) -> String {
     let share = |bytes: u64| 100.0 * bytes as f64 / traffic.sent().max(1) as f64;
     let part = |(name, bytes): (&str, u64)| format!("{name} {:.0}%", share(bytes));
-    traffic.parts().map(part).join(", ")
+    let always = Traffic::default().parts().len() - 1;
+    let told = traffic.parts().into_iter().enumerate().filter(|(i, (_, bytes))| *i < always || *bytes > 0);
+    told.map(|(_, each)| part(each)).collect::<Vec<_>>().join(", ")
 }
 
 /// 12345678 as 12.3 MB.

@@ -5,7 +5,7 @@
 use super::avx2::Stats256;
 use super::portable::{self, StatLanes};
 use super::walk::{self, Registers};
-use super::{Key, Outcome, Plan, Slices};
+use super::{AdamW, Key, Outcome, Plan, Slices};
 use crate::phase::Lens;
 use std::arch::x86_64::*;
 
@@ -54,6 +54,16 @@ pub(super) fn scan(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec
     let avx512 = Avx512::here();
     // SAFETY: AVX-512 is there.
     unsafe { lanes(avx512, lens, floor, v, base, found) }
+}
+
+pub(super) fn adamw(step: &AdamW, w: &mut [f32], m: &mut [f32], q: &mut [f32], g: &[f32]) {
+    #[target_feature(enable = "avx512f,avx2")]
+    fn lanes(step: &AdamW, w: &mut [f32], m: &mut [f32], q: &mut [f32], g: &[f32]) {
+        portable::adamw(step, w, m, q, g);
+    }
+    Avx512::here();
+    // SAFETY: AVX-512 is there.
+    unsafe { lanes(step, w, m, q, g) }
 }
 
 pub(super) fn add_assign(v: &mut [f32], g: &[f32]) {

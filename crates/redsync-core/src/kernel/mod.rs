@@ -12,7 +12,10 @@ mod portable;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod walk;
 
+pub use portable::StatLanes;
+
 use crate::phase::Lens;
+use crate::residual::Adam;
 
 /// Elements per call, so that a caller can bound what one call finds. A multiple of [`BLOCK`].
 pub(crate) const CHUNK: usize = 1 << 15;
@@ -85,12 +88,12 @@ pub(crate) enum Rule {
     Nesterov(f32),
     /// Momentum divided by the root of the second moment q that the rank has itself.
     Adam(Coefficients),
-    /// The same with a second moment that was given.
+    /// The same with what other ranks gave of theirs added to q.
     AdamGiven(Coefficients),
 }
 
 /// The numbers of Adam at a step: u = keep*u + enter*(s*g); q = keep_square*q + enter_square*(s*g)^2;
-/// v = c*v + (u*unbias)/(sqrt(q*unbias_square) + floor), or with a given second moment in the place of q*unbias_square.
+/// v = c*v + (u*unbias)/(sqrt(q*unbias_square) + floor), or with what was given added to q*unbias_square.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub(crate) struct Coefficients {
     pub keep: f32,
@@ -154,7 +157,7 @@ pub(crate) struct Slices<'a> {
     pub v: &'a mut [f32],
     /// The second moment; changed in place.
     pub q: &'a mut [f32],
-    /// The second moment that is given.
+    /// What is added to the second moment.
     pub given: &'a [f32],
     /// Receives u as it was, unless `saved_v` is empty.
     pub saved_u: &'a mut [f32],
@@ -257,6 +260,47 @@ pub fn add_assign(level: Level, v: &mut [f32], g: &[f32]) {
         #[cfg(target_arch = "aarch64")]
         Level::Neon => neon::add_assign(v, g),
         _ => portable::add_assign(v, g),
+    }
+}
+
+/// One step of AdamW, dense: its coefficients, the rate over the bias of the first moment, what makes the second free of bias, and what
+/// decay leaves of a weight.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamW {
+    adam: Adam,
+    pace: f32,
+    root: f32,
+    factor: f32,
+}
+
+impl AdamW {
+    /// Step `t`, counted from 1.
+    pub fn new(adam: Adam, t: u64, rate: f32, decay: f32) -> Self {
+        let unbias = |b: f32| 1.0 - f64::from(b).powf(t as f64);
+        AdamW {
+            adam,
+            pace: (f64::from(rate) / unbias(adam.beta1)) as f32,
+            root: (1.0 / unbias(adam.beta2)) as f32,
+            factor: (1.0 - f64::from(rate) * f64::from(decay)) as f32,
+        }
+    }
+
+    /// Updates weights and both moments by a gradient, in one plain pass; slices have one length.
+    ///
+    /// ```
+    /// use redsync_core::{Adam, AdamW, Level};
+    /// let (mut w, mut m, mut q) = ([1.0f32], [0.0], [0.0]);
+    /// AdamW::new(Adam::default(), 1, 0.1, 0.0).update(Level::best(), &mut w, &mut m, &mut q, &[3.0]);
+    /// assert!((w[0] - 0.9).abs() < 1e-6); // the first step is as long as the rate
+    /// ```
+    pub fn update(&self, level: Level, w: &mut [f32], m: &mut [f32], q: &mut [f32], g: &[f32]) {
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => avx2::adamw(self, w, m, q, g),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => avx512::adamw(self, w, m, q, g),
+            _ => portable::adamw(self, w, m, q, g),
+        }
     }
 }
 
@@ -469,6 +513,20 @@ mod tests {
             prop_assert_eq!(stats.max, seen.iter().copied().fold(0.0, f32::max));
             let sum: f64 = seen.iter().map(|x| f64::from(*x)).sum();
             prop_assert!((stats.sum - sum).abs() <= 1e-4 * sum.max(1.0));
+        }
+
+        #[test]
+        fn adamw_has_the_same_bits_at_every_level(inputs in inputs(), t in 1u64..1_000_000) {
+            let step = AdamW::new(Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, t, 1e-3, 0.1);
+            let run = |level| {
+                let Inputs { g, u: mut w, v: mut m, mut q, .. } = inputs.clone();
+                step.update(level, &mut w, &mut m, &mut q, &g);
+                [w, m, q].map(|x| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+            };
+            let plain = run(Level::Portable);
+            for level in Level::ALL.into_iter().filter(|level| level.is_here()) {
+                prop_assert!(run(level) == plain, "{}", level.name());
+            }
         }
 
         #[test]

@@ -1,10 +1,11 @@
 //! The loops in plain Rust. They define the result; the other levels are tested against them bit by bit.
 
 use super::{
-    ADAM, BLOCK, Coefficients, Key, MOMENTUM, NESTEROV, Outcome, PLAIN, Plan, STAT_LANES, Slices, Stats,
-    squares,
+    ADAM, AdamW, BLOCK, Coefficients, Key, MOMENTUM, NESTEROV, Outcome, PLAIN, Plan, STAT_LANES, Slices,
+    Stats, squares,
 };
 use crate::phase::Lens;
+use crate::residual::Adam;
 
 pub(super) fn pass<const KIND: u8, const STATS: bool>(
     plan: &Plan,
@@ -41,7 +42,8 @@ fn adam<const KIND: u8>(plan: &Plan, g: f32, u: f32, q: f32, given: f32, v: f32)
     let (g, v) = (g * plan.scale, v * plan.carry);
     let u = keep * u + enter * g;
     let q = keep_square * q + enter_square * (g * g);
-    let second = if KIND == ADAM { q * unbias_square } else { given };
+    let own = q * unbias_square;
+    let second = if KIND == ADAM { own } else { own + given };
     (u, q, v + (u * unbias) / (second.sqrt() + floor))
 }
 
@@ -96,15 +98,24 @@ pub(super) fn scan(lens: Lens, floor: f32, v: &[f32], base: u32, found: &mut Vec
     }
 }
 
-/// Statistics under way, one per lane: an element's lane is its place modulo the number of lanes.
-#[derive(Debug, Default)]
-pub(super) struct StatLanes {
+/// Statistics of a chunk of [`StatLanes::CHUNK`] elements, as a phase sees them: an element's lane is its place modulo the number of
+/// lanes, and each lane takes its elements in order. So the sums have the same bits on every machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StatLanes {
+    /// Of the elements that compete.
     pub sum: [f32; STAT_LANES],
+    /// The largest; zero where none competes.
     pub max: [f32; STAT_LANES],
+    /// How many compete.
     pub count: [u32; STAT_LANES],
 }
 
 impl StatLanes {
+    /// Elements of a chunk; the last one of a layer may have fewer.
+    pub const CHUNK: usize = super::CHUNK;
+    /// Number of lanes.
+    pub const LANES: usize = STAT_LANES;
+
     /// Adds elements as the lens shows them; the first goes into lane 0.
     fn add(&mut self, seen: impl Iterator<Item = f32>) {
         for (i, x) in seen.enumerate() {
@@ -115,12 +126,22 @@ impl StatLanes {
         }
     }
 
-    fn fold(&self) -> Stats {
+    pub(crate) fn fold(&self) -> Stats {
         Stats {
             sum: self.sum.iter().map(|x| f64::from(*x)).sum(),
             max: self.max.iter().copied().fold(0.0, f32::max),
             count: self.count.iter().map(|x| u64::from(*x)).sum(),
         }
+    }
+}
+
+#[inline(always)]
+pub(super) fn adamw(step: &AdamW, w: &mut [f32], m: &mut [f32], q: &mut [f32], g: &[f32]) {
+    let AdamW { adam: Adam { beta1, beta2, eps }, pace, root, factor } = *step;
+    for (((w, g), m), q) in w.iter_mut().zip(g).zip(m).zip(q) {
+        *m = beta1 * *m + (1.0 - beta1) * g;
+        *q = beta2 * *q + (1.0 - beta2) * (g * g);
+        *w = *w * factor - pace * *m / ((*q * root).sqrt() + eps);
     }
 }
 

@@ -267,9 +267,10 @@ impl<R: Registers> Walk<R> {
             r.store(self.q.add(at), next);
             // It is never negative, so that its bits order as it does, NaN above all.
             self.largest = r.larger(self.largest, r.to_bits(r.abs(next)));
+            let own = r.mul(next, self.unbias_square);
             let second = match KIND {
-                ADAM => r.mul(next, self.unbias_square),
-                _ => r.load(self.given.add(at)),
+                ADAM => own,
+                _ => r.add(own, r.load(self.given.add(at))),
             };
             r.add(r.sqrt(second), self.root_floor)
         }

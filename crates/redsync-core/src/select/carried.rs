@@ -2,7 +2,8 @@
 //! little low, so that it finds somewhat more than k candidates; an exact top-k of those few finishes. Only when fewer
 //! than k are found a second pass, read only, is made.
 
-use super::Remembered;
+use super::{Remembered, Wanted};
+use crate::elements::Elements;
 use crate::phase::Phase;
 use crate::workspace::Workspace;
 
@@ -15,11 +16,26 @@ fn margin(k: usize, too_high: bool) -> usize {
     (if too_high { k / 2 } else { k / 8 }) + 2 * k.isqrt()
 }
 
-pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
+/// Candidates that must not be lost: enough for the rank of the next threshold to be seen, whatever it is.
+fn keep(k: usize) -> usize {
+    (2 * k).max(k + margin(k, true))
+}
+
+pub(super) fn wants(memory: &Remembered, k: usize) -> Wanted {
+    Wanted { floor: memory.threshold, keep: keep(k), stats: false }
+}
+
+pub(super) fn choose<E: Elements>(
+    memory: &mut Remembered,
+    v: &mut E,
+    phase: Phase,
+    k: usize,
+    workspace: &mut Workspace,
+) -> Result<(), E::Error> {
     let floor = memory.threshold;
     let too_high = workspace.found() < k && floor > 0.0;
     if too_high {
-        workspace.scan(v, phase, 0.0, 2 * k);
+        v.scan(phase, 0.0, keep(k), workspace)?;
     }
     let found = workspace.found();
     let least = workspace.choose(k).map_or(0.0, |key| key.magnitude());
@@ -40,4 +56,5 @@ pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize,
     let growth = if memory.least > 0.0 { (least / memory.least).clamp(0.5, 2.0) } else { 1.0 };
     let trend = if growth > 1.0 { 1.0 + 0.75 * (growth - 1.0) } else { growth };
     *memory = Remembered { threshold: (wanted * trend).min(f32::MAX), least, searched: 0 };
+    Ok(())
 }

@@ -4,7 +4,7 @@ use crate::kernel::Key;
 use crate::phase::Phase;
 use crate::workspace::Workspace;
 
-pub(super) fn choose(v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
+pub(crate) fn choose(v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
     let lens = phase.lens();
     let keys = &mut workspace.keys;
     keys.clear();

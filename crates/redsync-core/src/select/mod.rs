@@ -6,11 +6,12 @@
 //! should find out on its way; [`Selector::finish`] chooses, from what the pass found or with further passes.
 
 mod carried;
-mod exact;
+pub(crate) mod exact;
 mod sampled;
 mod threshold;
 mod trimmed;
 
+use crate::elements::Elements;
 use crate::phase::Phase;
 use crate::workspace::Workspace;
 
@@ -69,26 +70,26 @@ impl Selector {
             Selector::Exact => nothing,
             Selector::Trimmed | Selector::Threshold => Wanted { stats: true, ..nothing },
             Selector::Sampled => sampled::wants(memory.of(phase), k),
-            Selector::Carried => Wanted { floor: memory.of(phase).threshold, keep: 2 * k, stats: false },
+            Selector::Carried => carried::wants(memory.of(phase), k),
         }
     }
 
     /// Chooses elements of `v`, after the pass that found out what was wanted.
-    pub(crate) fn finish(
+    pub(crate) fn finish<E: Elements>(
         self,
         memory: &mut Memory,
-        v: &[f32],
+        v: &mut E,
         phase: Phase,
         k: usize,
         workspace: &mut Workspace,
-    ) {
+    ) -> Result<(), E::Error> {
         let memory = memory.of_mut(phase);
         if k == 0 {
             workspace.keys.clear();
-            return;
+            return Ok(());
         }
         match self {
-            Selector::Exact => exact::choose(v, phase, k, workspace),
+            Selector::Exact => v.largest(phase, k, workspace),
             Selector::Trimmed => trimmed::choose(memory, v, phase, k, workspace),
             Selector::Threshold => threshold::choose(memory, v, phase, k, workspace),
             Selector::Sampled => sampled::choose(memory, v, phase, k, workspace),
@@ -99,13 +100,20 @@ impl Selector {
 
 /// What an accumulating pass finds out on its way.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted {
+pub struct Wanted {
     /// Elements greater than this are collected; infinity collects nothing.
     pub floor: f32,
     /// How many of the largest of them must not be lost.
     pub keep: usize,
     /// Mean and maximum.
     pub stats: bool,
+}
+
+impl Wanted {
+    /// Whether the pass has to collect anything.
+    pub fn collects(&self) -> bool {
+        self.floor < f32::INFINITY
+    }
 }
 
 /// What a selector remembers of a layer from one step to the next, for each phase on its own.

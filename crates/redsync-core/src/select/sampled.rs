@@ -3,6 +3,7 @@
 //! largest) nor starve them (below k/2 the search runs at once).
 
 use super::{Remembered, Wanted, threshold};
+use crate::elements::Elements;
 use crate::phase::Phase;
 use crate::workspace::Workspace;
 
@@ -19,12 +20,19 @@ pub(super) fn wants(memory: &Remembered, k: usize) -> Wanted {
     Wanted { floor, keep: 2 * k, stats: true }
 }
 
-pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
+pub(super) fn choose<E: Elements>(
+    memory: &mut Remembered,
+    v: &mut E,
+    phase: Phase,
+    k: usize,
+    workspace: &mut Workspace,
+) -> Result<(), E::Error> {
     if reuses(memory) && 2 * workspace.found() >= k {
         workspace.choose(2 * k);
         memory.searched += 1;
     } else {
-        threshold::choose(memory, v, phase, k, workspace);
+        threshold::choose(memory, v, phase, k, workspace)?;
         memory.searched = 1;
     }
+    Ok(())
 }

@@ -2,6 +2,7 @@
 //! above which k to 2k elements lie. Fewer than k lower it, more than 2k raise it.
 
 use super::Remembered;
+use crate::elements::Elements;
 use crate::phase::Phase;
 use crate::workspace::Workspace;
 
@@ -31,64 +32,99 @@ impl Range {
 }
 
 /// The elements above a threshold, which answer how many are above any higher one without another pass over memory.
-pub(super) struct Survivors<'a> {
-    v: &'a [f32],
+pub(super) struct Survivors<'a, E> {
+    v: &'a mut E,
     phase: Phase,
     k: usize,
     workspace: &'a mut Workspace,
 }
 
-impl<'a> Survivors<'a> {
+impl<'a, E: Elements> Survivors<'a, E> {
     /// Those above the threshold of the last step, made a little lower; without one the first question brings them.
-    pub fn above(last: f32, v: &'a [f32], phase: Phase, k: usize, workspace: &'a mut Workspace) -> Self {
+    pub fn above(
+        last: f32,
+        v: &'a mut E,
+        phase: Phase,
+        k: usize,
+        workspace: &'a mut Workspace,
+    ) -> Result<Self, E::Error> {
         let mut survivors = Survivors { v, phase, k, workspace };
         if last > 0.0 {
-            survivors.rescan(last * SLACK);
+            survivors.rescan(last * SLACK)?;
         }
-        survivors
+        Ok(survivors)
     }
 
     /// One pass over memory. More than 2k survivors are never needed: what is found is cut there.
-    pub fn rescan(&mut self, floor: f32) {
-        self.workspace.scan(self.v, self.phase, floor, 2 * self.k + 1);
+    pub fn rescan(&mut self, floor: f32) -> Result<(), E::Error> {
+        self.v.scan(self.phase, floor, 2 * self.k + 1, self.workspace)
     }
 
     /// How many elements are greater than `threshold`: precisely, or more than 2k where that is so.
-    pub fn count(&mut self, threshold: f32) -> usize {
+    pub fn count(&mut self, threshold: f32) -> Result<usize, E::Error> {
         let known = |workspace: &Workspace| threshold >= workspace.floor();
         if !known(self.workspace) && self.workspace.found() <= 2 * self.k {
-            self.rescan(threshold);
+            self.rescan(threshold)?;
         }
-        if known(self.workspace) { self.workspace.found_above(threshold) } else { self.workspace.found() }
+        let known = known(self.workspace);
+        Ok(if known { self.workspace.found_above(threshold) } else { self.workspace.found() })
+    }
+
+    /// The first of falling thresholds with at least k elements above it; those are then among the survivors.
+    pub fn first_with<const N: usize>(&mut self, thresholds: [f32; N]) -> Result<Option<f32>, E::Error> {
+        let looked = self.workspace.floor() < f32::INFINITY;
+        if !looked && let Some(counts) = self.v.count_above(self.phase, &thresholds)? {
+            let enough = thresholds.into_iter().zip(counts).find(|(_, count)| *count >= self.k);
+            let threshold = enough.map(|(threshold, _)| threshold);
+            threshold.map_or(Ok(()), |threshold| self.rescan(threshold))?;
+            return Ok(threshold);
+        }
+        for threshold in thresholds {
+            if self.count(threshold)? >= self.k {
+                return Ok(Some(threshold));
+            }
+        }
+        Ok(None)
     }
 }
 
-pub(super) fn choose(memory: &mut Remembered, v: &[f32], phase: Phase, k: usize, workspace: &mut Workspace) {
+pub(super) fn choose<E: Elements>(
+    memory: &mut Remembered,
+    v: &mut E,
+    phase: Phase,
+    k: usize,
+    workspace: &mut Workspace,
+) -> Result<(), E::Error> {
     let range = Range::of(v.len(), phase, workspace);
-    let mut survivors = Survivors::above(memory.threshold, v, phase, k, workspace);
-    let threshold = search(range, k, &mut survivors);
+    let mut survivors = Survivors::above(memory.threshold, v, phase, k, workspace)?;
+    let threshold = search(range, k, &mut survivors)?;
     match threshold {
         Some(threshold) => workspace.choose_above(threshold),
         // Ties or an extreme outlier leave no such threshold within reach: then exactly k.
         None => {
-            survivors.rescan(0.0);
+            survivors.rescan(0.0)?;
             workspace.choose(k);
         }
     }
     *memory = Remembered { threshold: threshold.unwrap_or(0.0), ..Remembered::default() };
+    Ok(())
 }
 
 /// The first midpoint of the binary search with k to 2k elements above it.
-fn search(range: Range, k: usize, survivors: &mut Survivors<'_>) -> Option<f32> {
+fn search<E: Elements>(
+    range: Range,
+    k: usize,
+    survivors: &mut Survivors<'_, E>,
+) -> Result<Option<f32>, E::Error> {
     let (mut left, mut right) = (0f32, 1f32);
     while right - left > EPSILON {
         let ratio = left + (right - left) / 2.0;
         let threshold = range.at(ratio);
-        match survivors.count(threshold) {
+        match survivors.count(threshold)? {
             count if count < k => right = ratio,
             count if count > 2 * k => left = ratio,
-            _ => return Some(threshold),
+            _ => return Ok(Some(threshold)),
         }
     }
-    None
+    Ok(None)
 }

@@ -109,10 +109,10 @@ pub struct MessageError {
 pub enum BadMessage {
     /// The reader asks for a message that cannot exist: a mean needs one sign and chosen elements, four levels need both
     /// signs.
-    #[error("{:?} values with {:?} indices and {} do not exist", .0.values, .0.indices, .0.phase)]
+    #[error("{:?} values cannot be combined with {:?} indices and {}", .0.values, .0.indices, .0.phase)]
     Shape(Shape),
     /// More elements than the layer has.
-    #[error("{count} of {n} elements")]
+    #[error("the message has {count} elements, the layer only {n}")]
     Count {
         /// Elements in the message.
         count: u32,
@@ -120,7 +120,7 @@ pub enum BadMessage {
         n: u32,
     },
     /// Some elements where all or none must be.
-    #[error("{count} elements, where all {n} or none must be")]
+    #[error("the message has {count} elements, where it must have all {n} or none")]
     Every {
         /// Elements in the message.
         count: u32,
@@ -144,7 +144,7 @@ pub enum BadMessage {
         n: u32,
     },
     /// The bits end within the code of an index.
-    #[error("the bits end at position {position}")]
+    #[error("the codes of the indices end too early, at position {position}")]
     BitsEnd {
         /// Position in the message.
         position: u32,
@@ -153,13 +153,13 @@ pub enum BadMessage {
     #[error("more follows after the last element")]
     Padding,
     /// The scale of values is negative, or they could be infinite.
-    #[error("the scale of the values is {scale}")]
+    #[error("the scale of the values must be finite and not negative, got {scale}")]
     Scale {
         /// The scale.
         scale: f32,
     },
     /// A value is a multiple of its scale that none can be.
-    #[error("the value at position {position} is {multiple} times {scale}")]
+    #[error("the value at position {position} cannot be {multiple} times {scale}")]
     Multiple {
         /// Position in the message.
         position: u32,
@@ -169,7 +169,7 @@ pub enum BadMessage {
         scale: f32,
     },
     /// A value is NaN or infinite.
-    #[error("the value at position {position} is {value}")]
+    #[error("the value at position {position} must be finite, got {value}")]
     Value {
         /// Position in the message.
         position: u32,
@@ -183,7 +183,7 @@ pub enum BadMessage {
         mean: f32,
     },
     /// A level is NaN or infinite, or does not have its sign.
-    #[error("level {level} is {value}")]
+    #[error("level {level} must be finite and of its sign, got {value}")]
     Level {
         /// Which of the four.
         level: u8,

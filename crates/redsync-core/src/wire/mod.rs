@@ -8,6 +8,7 @@ mod eight_bit;
 mod error;
 mod read;
 mod rice;
+mod squares;
 mod two_bit;
 mod varint;
 mod write;

@@ -2,7 +2,7 @@
 
 use super::{
     BadMessage, FRAME_HEADER, FrameError, IndexCode, MAGIC, MessageError, Shape, VERSION, eight_bit,
-    message_header, rice, two_bit, varint,
+    message_header, rice, squares, two_bit, varint,
 };
 use crate::phase::Phase;
 use crate::quantize::Values;
@@ -178,6 +178,19 @@ impl<'a> Message<'a> {
             sparse.reset(shape.n, shape.phase);
             MessageError { position: self.position, why }
         })
+    }
+
+    /// Decodes a message of second moments, of which there must be as many as guesses, numbers that are not negative: each becomes what of
+    /// all that the message allows is nearest to it. After an error they are what they were.
+    pub fn squares(&self, guesses: &mut [f32]) -> Result<(), MessageError> {
+        let (count, bytes) = (self.count, self.payload.len() as u64);
+        let n = guesses.len() as u32;
+        let read = match () {
+            () if count != n => Err(BadMessage::Every { count, n }),
+            () if bytes != squares::bytes(n) => Err(BadMessage::Payload { count, bytes }),
+            () => squares::read(self.payload, guesses),
+        };
+        read.map_err(|why| MessageError { position: self.position, why })
     }
 
     fn fill(&self, shape: &Shape, sparse: &mut Sparse) -> Result<(), BadMessage> {

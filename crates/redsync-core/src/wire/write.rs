@@ -1,6 +1,6 @@
 //! Sparse vectors in, a frame out.
 
-use super::{FRAME_HEADER, IndexCode, MAGIC, Shape, VERSION, eight_bit, rice, two_bit, varint};
+use super::{FRAME_HEADER, IndexCode, MAGIC, Shape, VERSION, eight_bit, rice, squares, two_bit, varint};
 use crate::quantize::{Values, round};
 use crate::sparse::Sparse;
 
@@ -98,6 +98,35 @@ impl FrameWriter {
             IndexCode::Every => {}
         }
         debug_assert_eq!((out.len() - begin) as u64, payload);
+        begin - before
+    }
+
+    /// Adds a message of second moments, every one of a part of a layer; returns the bytes of its header. Of each is said which power of
+    /// two is nearest, down to 2^-15 of the largest. Who reads it must expect as many, and has a guess for each.
+    ///
+    /// ```
+    /// use redsync_core::wire::{Frame, FrameWriter};
+    /// let mut writer = FrameWriter::new();
+    /// writer.begin(7, 0, 0xfeed);
+    /// writer.push_squares([3.0, 0.26, 0.0].into_iter());
+    /// let mut guesses = [3.5, 1.0, 0.0]; // within a factor of the root of two of 4, too large, right
+    /// for message in Frame::parse(writer.finish())?.messages() {
+    ///     message?.squares(&mut guesses)?;
+    /// }
+    /// assert!(guesses[0] == 3.5 && (guesses[1] - 0.25 * 2f32.sqrt()).abs() < 1e-6 && guesses[2] == 0.0);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Panics
+    /// If no frame was begun, or the frame already holds 65,535 messages.
+    pub fn push_squares(&mut self, squares: impl ExactSizeIterator<Item = f32> + Clone) -> usize {
+        assert!(self.bytes.len() >= FRAME_HEADER, "push before begin");
+        self.messages = self.messages.checked_add(1).expect("a frame holds at most 65,535 messages");
+        let (count, before) = (squares.len() as u32, self.bytes.len());
+        varint::write(count.into(), &mut self.bytes);
+        varint::write(squares::bytes(count), &mut self.bytes);
+        let begin = self.bytes.len();
+        squares::write(squares, &mut self.bytes);
         begin - before
     }
 

@@ -4,7 +4,7 @@
 
 use super::platform::Platform;
 use super::step::{Compute, Step, Times};
-use crate::config::{Config, Method, Stage};
+use crate::config::{Config, Exchange, Method, Stage};
 use crate::error::SyncError;
 use crate::layer::{Kind, Layer};
 use crate::plan;
@@ -62,6 +62,34 @@ pub fn dense_below(
     Ok(close.map_or(usize::MAX, |candidate| candidate.dense_below))
 }
 
+/// The exchange and the size below which layers should be dense. An exchange that was chosen stays; otherwise owners, who keep what
+/// they do not send on, must be worth it.
+pub fn decide(
+    layers: &[Layer],
+    config: &Config,
+    platform: &Platform,
+    ranks: usize,
+    compute: Compute,
+) -> Result<(Exchange, usize), SyncError> {
+    let consider = |exchange: Exchange| -> Result<(Exchange, usize, f64), SyncError> {
+        let config = Config { exchange: Some(exchange), ..config.clone() };
+        let limit = dense_below(layers, &config, platform, ranks, compute)?;
+        let config = Config { dense_below: Some(limit), ..config };
+        let choices = plan::choices(layers, &config)?;
+        let step = Step { layers, choices: &choices, config: &config, platform, ranks, compute };
+        Ok((exchange, limit, step.times().step))
+    };
+    let mut open = vec![Exchange::Gather, Exchange::Owners];
+    if platform.ranks_per_host > 1 {
+        open.push(Exchange::Hosts);
+    }
+    let all = config.exchange.map_or(open, |exchange| vec![exchange]);
+    let all = all.into_iter().map(consider).collect::<Result<Vec<_>, _>>()?;
+    let fastest = all.iter().map(|(.., time)| *time).fold(f64::INFINITY, f64::min);
+    let first = all.iter().find(|(.., time)| *time <= fastest * CLOSE);
+    Ok(first.map_or((config.exchange(), usize::MAX), |(exchange, limit, _)| (*exchange, *limit)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::platform::tests::round;
@@ -94,7 +122,26 @@ mod tests {
     #[test]
     fn with_very_many_ranks_dense_wins_again() {
         assert!(limit("alexnet", 0.8e-9, 8) < usize::MAX);
+        let model = Model::named("vgg16").unwrap();
+        let platform = Platform { network: Network::new(20e-6, 0.8e-9), ..round() };
+        let decided =
+            |ranks| decide(&model.layers, &Config::default(), &platform, ranks, Compute::default()).unwrap();
+        assert_eq!(decided(2).0, Exchange::Gather);
+        assert!(decided(512).0 == Exchange::Owners && decided(512).1 < usize::MAX, "{:?}", decided(512));
         assert_eq!(limit("alexnet", 0.8e-9, 1 << 16), usize::MAX);
+    }
+
+    #[test]
+    fn ranks_that_share_the_link_of_their_host_sum_there_first() {
+        let model = Model::named("vgg16-cifar").unwrap();
+        let decided = |beta, ranks_per_host, ranks| {
+            let platform = Platform { network: Network::new(20e-6, beta), ranks_per_host, ..round() };
+            decide(&model.layers, &Config::default(), &platform, ranks, Compute::default()).unwrap().0
+        };
+        assert_eq!(decided(80e-9, 8, 64), Exchange::Hosts);
+        assert_ne!(decided(80e-9, 1, 64), Exchange::Hosts);
+        // Not worth a pass over all gradients where bytes cost nothing.
+        assert_ne!(decided(1e-13, 8, 16), Exchange::Hosts);
     }
 
     #[test]

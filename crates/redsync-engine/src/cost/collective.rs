@@ -106,6 +106,21 @@ pub fn sparse_allgather(p: usize, bytes: f64, link: &Link, how: Allgather) -> Co
     }
 }
 
+/// An all-to-all in which a rank sends `bytes` to all others together, and receives as many: in p-1 messages at once where the engine sends
+/// directly; elsewhere one after the other, or in lg(p) rounds that carry each byte lg(p)/2 times, whichever is faster.
+pub fn all_to_all(p: usize, bytes: f64, link: &Link, how: Allgather) -> Cost {
+    if p < 2 {
+        return Cost::default();
+    }
+    let others = p as f64 - 1.0;
+    if how == Allgather::Direct {
+        return link.all_at_once(1.0, others, bytes);
+    }
+    let (pairs, rounds) =
+        (link.one_at_a_time(others, bytes), link.one_at_a_time(lg(p), 0.5 * lg(p).max(2.0) * bytes));
+    if pairs.total() <= rounds.total() { pairs } else { rounds }
+}
+
 /// Equation 1 of the paper for one layer by itself: `T_select + lg(p) alpha + (p-1) M D beta + p gamma_1`, where `gamma_1` are
 /// the seconds to decompress one rank's message.
 pub fn sparse_allreduce(

@@ -19,10 +19,10 @@ mod message;
 mod platform;
 mod step;
 
-pub use choose::{Candidate, candidates, dense_below};
+pub use choose::{Candidate, candidates, decide, dense_below};
 pub use collective::{
-    Allgather, Allreduce, Cost, dense_allreduce, dense_bytes, lg, sparse_allgather, sparse_allreduce,
-    sparse_bytes,
+    Allgather, Allreduce, Cost, all_to_all, dense_allreduce, dense_bytes, lg, sparse_allgather,
+    sparse_allreduce, sparse_bytes,
 };
 pub use message::{expected_elements, frame_bytes, message_bits, message_bytes};
 pub use platform::{BadPlatform, Decompression, Line, Link, Network, Platform, Rates, Selection};

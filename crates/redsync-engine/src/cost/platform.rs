@@ -226,6 +226,10 @@ pub struct Platform {
     /// without a thread of its own, hides nothing.
     #[serde(default = "yes")]
     pub background: bool,
+    /// Ranks that share a host and its link, for which `network` then stands; 1 where every rank has its own. A measured network knows of
+    /// its hosts already.
+    #[serde(default = "single")]
+    pub ranks_per_host: usize,
     /// Among the ranks.
     pub network: Network,
     /// On each of them.
@@ -234,6 +238,10 @@ pub struct Platform {
 
 fn one() -> f64 {
     1.0
+}
+
+fn single() -> usize {
+    1
 }
 
 fn yes() -> bool {
@@ -320,6 +328,7 @@ pub(super) mod tests {
             contention: 1.0,
             start: 0.0,
             background: true,
+            ranks_per_host: 1,
             network: Network::new(20e-6, 0.8e-9),
             rates: Rates {
                 select: Selection {

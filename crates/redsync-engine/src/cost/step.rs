@@ -6,13 +6,15 @@
 //! decodes, and when all is there the weights are updated. A rank has only so many cores: a step takes at least as long as
 //! its work on them.
 
-use super::collective::{dense_allreduce, dense_bytes, sparse_allgather, sparse_bytes};
+use super::collective::{all_to_all, dense_allreduce, dense_bytes, sparse_allgather, sparse_bytes};
 use super::message::frame_bytes;
-use super::platform::Platform;
-use crate::config::{Choice, Config, Stage};
+use super::platform::{Link, Platform};
+use crate::config::{Choice, Config, Exchange, Stage};
 use crate::layer::{Kind, Layer};
 use crate::plan::{self, Group, Sent};
-use redsync_core::Values;
+use crate::second;
+use redsync_core::wire::FRAME_HEADER;
+use redsync_core::{Momentum, Values};
 use serde::{Deserialize, Serialize};
 
 /// What the framework does in a step.
@@ -96,7 +98,7 @@ impl Step<'_> {
 
     /// The times of a step at a stage of the warm-up.
     pub fn times_at(&self, stage: Stage) -> Times {
-        let groups = plan::groups(self.layers, self.choices, self.config, stage);
+        let groups = plan::groups(self.layers, self.choices, self.config, stage, self.ranks);
         let mut times = Times { compute: self.compute.forward + self.compute.backward, ..Times::default() };
         let mut clock = Clock::default();
         let together = self.config.clip.is_some() && groups.iter().any(|group| group.sparse);
@@ -122,8 +124,78 @@ impl Step<'_> {
                 next += 1;
             }
         }
+        self.tell(stage, &mut clock, &mut times);
         self.finish(&groups, stage, clock, &mut times);
         times
+    }
+
+    /// An average step where ranks exchange the differences of their weights once in so many: nothing is hidden behind the backward pass
+    /// then. Differences have no momentum and are not clipped.
+    pub fn local_times(&self, every: u64) -> Times {
+        let config = Config { momentum: Momentum::None, clip: None, ..self.config.clone() };
+        let layers: Vec<Layer> =
+            self.layers.iter().map(|layer| Layer { momentum: None, ..layer.clone() }).collect();
+        let round = Step { layers: &layers, config: &config, compute: Compute::default(), ..*self }.times();
+        let share = 1.0 / every.max(1) as f64;
+        let compute = self.compute.forward + self.compute.backward;
+        Times {
+            compute,
+            select: round.select * share,
+            encode: round.encode * share,
+            exchange: round.exchange * share,
+            decode: round.decode * share,
+            apply: round.apply * share,
+            step: compute + round.step * share,
+            bytes_sent: round.bytes_sent * share,
+            bytes_on_link: round.bytes_on_link * share,
+        }
+    }
+
+    /// Hosts, and ranks on each; every rank is a host of its own where the number of ranks cannot be divided.
+    fn hosts(&self) -> (usize, usize) {
+        let each = self.platform.ranks_per_host.clamp(1, self.ranks.max(1));
+        if self.ranks.is_multiple_of(each) { (self.ranks / each, each) } else { (self.ranks, 1) }
+    }
+
+    fn by_hosts(&self) -> bool {
+        self.config.exchange() == Exchange::Hosts && self.hosts().1 > 1
+    }
+
+    /// The link under messages as one rank has it. Where ranks share a host, its link carries what all of them receive from other hosts,
+    /// and only that.
+    fn link(&self) -> Link {
+        let (link, (hosts, each)) = (&self.platform.network.sparse, self.hosts());
+        if each == 1 || self.ranks < 2 {
+            return link.clone();
+        }
+        let others = (self.ranks - each) as f64 / (self.ranks - 1) as f64;
+        let share = if self.by_hosts() { 1.0 } else { each as f64 * others };
+        let alone = if hosts == 1 { 0.0 } else { 1.0 };
+        Link { alpha: alone * link.alpha, beta: share * link.beta, ..link.clone() }
+    }
+
+    /// Adam's second moments, of which a part is told behind all messages.
+    fn tell(&self, stage: Stage, clock: &mut Clock, times: &mut Times) {
+        let Step { layers, choices, config, ranks, .. } = *self;
+        let told = |(layer, choice): (&Layer, &Choice)| {
+            (*choice != Choice::Dense && second::has(layer, config)).then_some(layer.size)
+        };
+        let elements: usize = layers.iter().zip(choices).filter_map(told).sum();
+        let period = config.moment_period();
+        if stage == Stage::Dense || ranks < 2 || elements == 0 || period == 0 {
+            return;
+        }
+        let (hosts, each) = if self.by_hosts() { self.hosts() } else { (ranks, 1) };
+        let bytes = FRAME_HEADER as f64 + 0.5 * elements as f64 / period as f64 / each as f64;
+        let network = &self.platform.network;
+        let cost = sparse_allgather(hosts, each as f64 * bytes, &self.link(), network.allgather);
+        let on_link = sparse_bytes(hosts, each as f64 * bytes);
+        clock.link = clock.link.max(clock.compress) + cost.occupancy;
+        clock.arrived = clock.arrived.max(clock.link + cost.latency);
+        clock.link_work += on_link * network.sparse.work;
+        times.exchange += cost.occupancy;
+        times.bytes_sent += bytes;
+        times.bytes_on_link += on_link;
     }
 
     /// The end of a step: what waits, the clipping of dense sums, the update, and the limit that the cores set.
@@ -184,21 +256,33 @@ impl Step<'_> {
     pub(super) fn select(&self, layer: usize, sparse: bool) -> f64 {
         let (rates, m) = (&self.platform.rates, self.layers[layer].size);
         match self.choices[layer] {
+            // Of all gradients of a host a rank reads its part, and of its own writes all; then it has a part to choose from.
+            Choice::Sparse { selector, .. } if sparse && self.by_hosts() => {
+                rates.select.t_select(m / self.hosts().1, selector) + 2.0 * rates.copy.at(m as f64)
+            }
             Choice::Sparse { selector, .. } if sparse => rates.select.t_select(m, selector),
             _ => rates.copy.at(m as f64),
         }
     }
 
-    /// Elements and bits of a layer's message, and how its values travel; of nothing if it is dense.
+    /// Elements and bits of a layer's message, and how its values travel; of nothing if it is dense. With hosts, of a rank's part.
     fn message(&self, layer: usize, stage: Stage) -> (f64, f64, Values) {
-        let sent = Sent::at(self.choices[layer], self.layers[layer].size, self.config, stage);
+        let n = self.layers[layer].size;
+        let n = if self.by_hosts() { n.div_ceil(self.hosts().1) } else { n };
+        let sent = Sent::at(self.choices[layer], n, self.config, stage);
         sent.map_or((0.0, 0.0, Values::F32), |sent| sent.size())
     }
 
     /// Encodes, exchanges and decodes a group.
     fn exchange(&self, group: &Group, stage: Stage, clock: &mut Clock, times: &mut Times) {
+        if group.sparse && self.by_owners() {
+            return self.exchange_by_owners(group, stage, clock, times);
+        }
         let Platform { network, rates, .. } = self.platform;
-        let p = self.ranks;
+        let (hosts, each) = self.hosts();
+        // A dense sum is taken inside hosts first, as the libraries do; so is that of messages if it is asked for.
+        let dense = if each > 1 { hosts } else { self.ranks };
+        let (p, each) = if self.by_hosts() { (hosts, each as f64) } else { (self.ranks, 1.0) };
         let (cost, bytes, on_link, work, decode) = if group.sparse {
             let messages: Vec<_> = group.layers.iter().map(|layer| self.message(*layer, stage)).collect();
             let encode: f64 = messages.iter().map(|message| rates.encode.at(message.0)).sum();
@@ -206,14 +290,14 @@ impl Step<'_> {
             clock.work += encode;
             let decode = p as f64 * messages.iter().map(|message| rates.decode.at(message.0)).sum::<f64>();
             let bytes = frame_bytes(messages);
-            let cost = sparse_allgather(p, bytes, &network.sparse, network.allgather);
-            (cost, bytes, sparse_bytes(p, bytes), network.sparse.work, decode)
+            let cost = sparse_allgather(p, each * bytes, &self.link(), network.allgather);
+            (cost, bytes, sparse_bytes(p, each * bytes), network.sparse.work, decode)
         } else {
             let elements: usize = group.layers.iter().map(|layer| self.layers[*layer].size).sum();
             let bytes = 4.0 * elements as f64;
             let gamma_2 = rates.gamma_2 * elements as f64;
-            let cost = dense_allreduce(p, bytes, &network.dense, network.allreduce, gamma_2);
-            (cost, bytes, dense_bytes(p, bytes), network.dense.work, 0.0)
+            let cost = dense_allreduce(dense, bytes, &network.dense, network.allreduce, gamma_2);
+            (cost, bytes, dense_bytes(dense, bytes), network.dense.work, 0.0)
         };
         clock.link = clock.link.max(clock.compress) + cost.occupancy;
         let arrived = clock.link + cost.latency;
@@ -227,9 +311,55 @@ impl Step<'_> {
         times.bytes_on_link += on_link;
     }
 
+    fn by_owners(&self) -> bool {
+        self.config.exchange() == Exchange::Owners && self.ranks > 1
+    }
+
+    /// Elements and bits of what all owners of a layer send on together.
+    fn sent_on(&self, layer: usize, stage: Stage) -> (f64, f64, Values) {
+        let sent = Sent::at(self.choices[layer], self.layers[layer].size, self.config, stage);
+        sent.map_or((0.0, 0.0, Values::F32), |sent| sent.sent_on(self.ranks).size())
+    }
+
+    /// The same through owners: two collectives and the owner's work between them, one behind the other.
+    fn exchange_by_owners(&self, group: &Group, stage: Stage, clock: &mut Clock, times: &mut Times) {
+        let Platform { network, rates, .. } = self.platform;
+        let (p, ranks) = (self.ranks, self.ranks as f64);
+        let messages: Vec<_> = group.layers.iter().map(|layer| self.message(*layer, stage)).collect();
+        let encode: f64 = messages.iter().map(|message| rates.encode.at(message.0)).sum();
+        (times.encode, clock.compress) = (times.encode + encode, clock.compress + encode);
+        clock.work += encode;
+        // Each rank's message is dealt out, and each part has a header.
+        let header = FRAME_HEADER as f64 + 2.0 * messages.len() as f64;
+        let away = frame_bytes(messages.clone()) * (ranks - 1.0) / ranks + (ranks - 1.0) * header;
+        let link = self.link();
+        let first = all_to_all(p, away, &link, network.allgather);
+        // An owner reads p parts, passes over its share of the layer, and writes what it sends on.
+        let elements: f64 = messages.iter().map(|message| message.0).sum();
+        let on: Vec<_> = group.layers.iter().map(|layer| self.sent_on(*layer, stage)).collect();
+        let elements_on: f64 = on.iter().map(|message| message.0).sum();
+        let over: f64 = group.layers.iter().map(|layer| self.select(*layer, true)).sum::<f64>() / ranks;
+        let read = ranks * rates.decode.at(elements / ranks);
+        let merge = read + over + rates.encode.at(elements_on / ranks);
+        let part = frame_bytes(on) / ranks + FRAME_HEADER as f64;
+        let second = sparse_allgather(p, part, &link, network.allgather);
+        let decode = ranks * rates.decode.at(elements_on / ranks);
+        let begin = clock.link.max(clock.compress).max(clock.decode);
+        clock.decode = begin + first.total() + merge + second.total() + decode;
+        (clock.link, clock.arrived) = (clock.decode, clock.decode);
+        clock.work += merge + decode;
+        let on_link = away + sparse_bytes(p, part);
+        clock.link_work += on_link * network.sparse.work;
+        times.exchange += first.occupancy + second.occupancy;
+        times.decode += merge + decode;
+        times.bytes_sent += away + part;
+        times.bytes_on_link += on_link;
+    }
+
     pub(super) fn apply(&self, layer: usize, sparse: bool, stage: Stage) -> f64 {
         let (rates, m) = (&self.platform.rates, self.layers[layer].size);
         match sparse {
+            true if self.by_owners() => rates.apply.time(m, self.sent_on(layer, stage).0),
             true => rates.apply.time(m, self.ranks as f64 * self.message(layer, stage).0),
             false => rates.update.at(m as f64),
         }
@@ -285,6 +415,29 @@ mod tests {
 
     fn method(method: Method) -> Config {
         Config { method, ..Config::default() }
+    }
+
+    #[test]
+    fn second_moments_cost_bytes_and_local_steps_save_them() {
+        let adam = |share_moments| Config {
+            momentum: Momentum::Adam(redsync_core::Adam::default()),
+            density: 0.01,
+            share_moments,
+            ..method(Method::RgcTwoBit)
+        };
+        let bytes = |config: &Config| with("gpt-small", config, |step| step.times().bytes_sent);
+        let (alone, told) = (bytes(&adam(Some(0))), bytes(&adam(None)));
+        let elements: usize = Model::named("gpt-small").unwrap().layers.iter().map(|layer| layer.size).sum();
+        assert!((told - alone - 40.0 - elements as f64 / 128.0).abs() < 1.0, "{alone} {told}");
+        with("gpt-small", &adam(None), |step| {
+            let dense = 4.0 * elements as f64;
+            assert!(dense / step.times().bytes_sent > 150.0, "1/{}", dense / step.times().bytes_sent);
+            let compute = Compute { forward: 0.1, backward: 0.2, on_cores: false };
+            let step = Step { compute, ..step };
+            let [one, eight] = [1, 8].map(|every| step.local_times(every));
+            assert!((one.step - 0.3 - 8.0 * (eight.step - 0.3)).abs() < 1e-9);
+            assert!(eight.bytes_sent < step.times().bytes_sent / 8.0, "no second moments");
+        });
     }
 
     #[test]

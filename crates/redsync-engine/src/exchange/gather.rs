@@ -1,19 +1,41 @@
 //! The allgather: every rank receives every rank's frame. (N - 1) messages come in for each one that goes out.
 
-use super::{About, Exchange, Flight, Landed, names, share_time};
+use super::{About, Exchange, Flight, Landed, Packed, Packing, names, share_time};
 use crate::error::SyncError;
 use crate::pipeline::ms;
 use crate::plan::Sent;
 use redsync_comm::{Communicator, Gathered, Pending, Tag};
 use redsync_core::Sparse;
-use redsync_core::wire::{FRAME_HEADER, Frame};
+use redsync_core::wire::{FRAME_HEADER, Frame, FrameWriter};
 use std::time::Instant;
 
 /// The exchange by allgather.
-pub(crate) struct Gather;
+pub(crate) struct Gather {
+    pub rank: usize,
+}
 
 impl Exchange for Gather {
-    fn start(&self, comm: &dyn Communicator, tag: Tag, frame: Vec<u8>) -> Box<dyn Flight> {
+    fn pack(&self, packing: Packing<'_>, writer: &mut FrameWriter) -> Packed {
+        let Packing { group, messages, sent, step, plan, bytes } = packing;
+        writer.begin(step, self.rank as u32, plan);
+        // The first layer answers for the header of the frame.
+        let (mut before, mut header) = (0, writer.len());
+        for (at, layer) in group.layers.iter().enumerate() {
+            if let Some(sent) = &sent[at] {
+                header += writer.push(&messages[*layer], sent.indices, sent.values);
+            }
+            let length = writer.len() - std::mem::replace(&mut before, writer.len());
+            bytes[at] = (length as u64, std::mem::take(&mut header) as u64);
+        }
+        Packed(vec![writer.take()])
+    }
+
+    fn void(&self) -> Packed {
+        Packed(vec![Vec::new()])
+    }
+
+    fn start(&self, comm: &dyn Communicator, tag: Tag, frames: Packed) -> Box<dyn Flight> {
+        let frame = frames.0.into_iter().next().unwrap_or_default();
         Box::new(Flying { pending: comm.allgather(tag, frame), started: Instant::now() })
     }
 }
@@ -29,7 +51,7 @@ impl Flight for Flying {
         let gathered = pending
             .wait(about.config.deadline)
             .map_err(|source| SyncError::exchange(names(about.layers, about.group), source))?;
-        share_time(about.stats, ms(started));
+        share_time(&mut about.stats.borrow_mut(), ms(started));
         let void = gathered.iter().any(<[u8]>::is_empty);
         let updates = if void { None } else { Some(decode(about, &gathered, updates)?) };
         Ok(Landed { updates, returned: Vec::new(), frames: gathered.reclaim() })
@@ -42,7 +64,8 @@ fn decode(
     gathered: &Gathered,
     mut updates: Vec<Vec<Sparse>>,
 ) -> Result<Vec<Vec<Sparse>>, SyncError> {
-    let About { layers, choices, config, plan, group, step, stats, .. } = about;
+    let About { layers, choices, config, plan, group, step, rank: own, stats, .. } = about;
+    let mut stats = stats.borrow_mut();
     let stage = config.warm_up.stage(step, config.density);
     updates.iter_mut().for_each(|ranks| ranks.resize_with(gathered.ranks(), Sparse::new));
     for (rank, bytes) in gathered.iter().enumerate() {
@@ -62,7 +85,7 @@ fn decode(
                 why,
             })?;
             stats[at].decode_ms += ms(begin);
-            if rank != about.rank {
+            if rank != own {
                 stats[at].bytes_received += (message.byte_len() + std::mem::take(&mut header)) as u64;
             }
         }

@@ -35,8 +35,16 @@ pub fn platform(
     let rates = rates::measure(&mut meter, &mut |done| progress(0.4 * done))?;
     let network = link::measure(&mut meter, &mut |done| progress(0.4 + 0.5 * done))?;
     let name = format!("{} ranks, measured through {}", comm.size(), comm.name());
-    let mut platform =
-        Platform { name, cores, contention: 1.0, start: 0.0, background: true, network, rates };
+    let mut platform = Platform {
+        name,
+        cores,
+        contention: 1.0,
+        start: 0.0,
+        background: true,
+        ranks_per_host: 1,
+        network,
+        rates,
+    };
     let op = meter.op;
     if comm.size() > 1 {
         platform.start = whole::start(&comm, config, &platform, op)?;
@@ -64,6 +72,7 @@ pub fn machine(
         contention: 1.0,
         start: 0.0,
         background: true,
+        ranks_per_host: 1,
         network,
         rates,
     })

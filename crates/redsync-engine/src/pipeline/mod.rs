@@ -4,6 +4,7 @@
 //! Receive: waits for the exchanges in that order, with the deadline, and writes what came where it is wanted.
 //! What must hold: the first error, from wherever, reaches `finish` of this rank and, with its reason, every other rank.
 
+mod compress;
 pub(crate) mod dense;
 mod receive;
 mod send;
@@ -11,13 +12,15 @@ mod send;
 use crate::config::{Choice, Config};
 use crate::error::SyncError;
 use crate::exchange::{Exchange, Flight};
+use crate::hosts::Hosts;
 use crate::layer::Layer;
 use crate::layers::Layers;
 use crate::plan::Group;
+use crate::second::{Part, Telling, Told};
 use crate::source::Source;
 use crate::stats::LayerStats;
 use crate::target::{Target, Update};
-use redsync_comm::{Communicator, Pending};
+use redsync_comm::{Communicator, Pending, Tag};
 use redsync_core::{Sparse, Workspace};
 use std::panic::AssertUnwindSafe;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -28,7 +31,12 @@ use std::time::Instant;
 /// What all threads of a synchronizer know.
 pub(crate) struct Shared {
     pub comm: Arc<dyn Communicator>,
+    /// The ranks among which messages are exchanged: all of them, or with hosts one of each.
+    pub among: Arc<dyn Communicator>,
+    pub hosts: Option<Hosts>,
     pub layers: Vec<Layer>,
+    /// What this rank compresses of each: the layer, or with hosts its part of it.
+    pub parts: Vec<Layer>,
     pub choices: Vec<Choice>,
     pub config: Config,
     /// Fingerprint of what the ranks agreed on.
@@ -38,11 +46,20 @@ pub(crate) struct Shared {
     pub pools: Pools,
 }
 
+impl Shared {
+    /// The layers of a group with their sizes.
+    pub fn sizes(&self, group: &Group) -> Vec<(usize, usize)> {
+        group.layers.iter().map(|layer| (*layer, self.layers[*layer].size)).collect()
+    }
+}
+
 /// Buffers that came back, to be filled again.
 #[derive(Default)]
 pub(crate) struct Pools {
     pub frames: Mutex<Vec<Vec<u8>>>,
     pub dense: Mutex<Vec<Vec<f32>>>,
+    /// What travelled inside a host.
+    pub letters: Mutex<Vec<Vec<u8>>>,
     /// One place per layer.
     pub sparse: Mutex<Vec<Vec<Sparse>>>,
 }
@@ -81,11 +98,19 @@ pub(crate) struct InFlight {
     pub stats: Vec<LayerStats>,
     /// One for each layer of the group.
     pub targets: Vec<Option<Box<dyn Target>>>,
+    /// Whether it is the last of its step.
+    pub is_last: bool,
 }
 
 pub(crate) enum Journey {
     Sparse(Box<dyn Flight>),
+    /// What each rank of this host gets, to be summed there before anything is compressed.
+    Inside(Tag, Vec<Vec<u8>>),
     Dense(Pending<Vec<f32>>),
+    /// A dense sum that the receiving thread starts.
+    DenseLater(Tag, Vec<f32>),
+    /// It was taken out.
+    Gone,
 }
 
 /// What came of one group.
@@ -110,7 +135,25 @@ pub(crate) enum Received {
     Void,
 }
 
-pub(crate) type Outcome = Result<Arrived, SyncError>;
+/// What the receiving thread is told to wait for.
+pub(crate) enum Expected {
+    Group(InFlight),
+    Moments(Telling),
+    /// The receiving thread compresses, so it has what is to be told.
+    MomentsLater {
+        step: u64,
+        parts: Vec<Part>,
+        void: bool,
+    },
+}
+
+/// What it has to tell.
+pub(crate) enum Come {
+    Group(Arrived),
+    Moments(Told),
+}
+
+pub(crate) type Outcome = Result<Come, SyncError>;
 
 impl Arrived {
     /// The update of a layer of the group, given its place in it.

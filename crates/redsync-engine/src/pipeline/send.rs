@@ -1,11 +1,14 @@
 //! The sending thread: gradients come in, in any order; exchanges go out, in the order of the plan.
 
+use super::compress::{Step, compress, dense_buffer, is_overflow, pack};
 use super::dense::{copy_scaled, refusal, sum_of_squares};
-use super::{InFlight, Journey, Outcome, Pools, Shared, Submitted, lock, ms};
+use super::{Expected, InFlight, Journey, Outcome, Shared, Submitted, lock, ms};
 use crate::config::{Choice, Stage};
 use crate::error::SyncError;
+use crate::hosts::Hosts;
 use crate::layer::Layer;
 use crate::plan::{self, Group, Sent};
+use crate::second;
 use crate::source::Source;
 use crate::stats::LayerStats;
 use crate::target::Target;
@@ -19,7 +22,7 @@ use std::time::Instant;
 /// The state of the thread.
 pub(super) struct Send {
     shared: Arc<Shared>,
-    to_receive: Sender<InFlight>,
+    to_receive: Sender<Expected>,
     outcomes: Sender<Outcome>,
     workspace: Workspace,
     writer: FrameWriter,
@@ -35,6 +38,8 @@ pub(super) struct Send {
     buffers: Vec<Vec<f32>>,
     /// For each layer, its group and its offset in the buffer.
     place: Vec<(usize, usize)>,
+    /// For each layer, whether it has a gradient at this step.
+    present: Vec<bool>,
     next: usize,
     round: Option<u64>,
     step: u64,
@@ -47,7 +52,7 @@ pub(super) struct Send {
 }
 
 impl Send {
-    pub fn new(shared: Arc<Shared>, to_receive: Sender<InFlight>, outcomes: Sender<Outcome>) -> Self {
+    pub fn new(shared: Arc<Shared>, to_receive: Sender<Expected>, outcomes: Sender<Outcome>) -> Self {
         let layers = shared.layers.len();
         Send {
             workspace: Workspace::new(shared.config.threads),
@@ -63,6 +68,7 @@ impl Send {
             missing: Vec::new(),
             buffers: Vec::new(),
             place: vec![(0, 0); layers],
+            present: vec![false; layers],
             next: 0,
             round: None,
             step: 0,
@@ -121,10 +127,10 @@ impl Send {
 
     /// Sets everything up for the first gradient of a step.
     fn begin(&mut self, step: u64, loss_scale: Option<f32>) {
-        let Shared { layers, choices, config, .. } = &*self.shared;
+        let Shared { layers, parts, choices, config, hosts, .. } = &*self.shared;
         let stage = config.warm_up.stage(step, config.density);
         if self.round.is_none() || stage != self.stage {
-            self.groups = plan::groups(layers, choices, config, stage);
+            self.groups = plan::groups(layers, choices, config, stage, self.shared.comm.size());
             // Buckets of another stage have other lengths.
             lock(&self.shared.pools.dense).clear();
         }
@@ -139,12 +145,14 @@ impl Send {
                 self.place[*layer] = (number, length);
                 length += layers[*layer].size;
             }
-            let buffer = if group.sparse { Vec::new() } else { dense_buffer(&self.shared.pools, length) };
+            let whole = !group.sparse || hosts.is_some();
+            let buffer = if whole { dense_buffer(&self.shared.pools, length) } else { Vec::new() };
             self.buffers.push(buffer);
         }
         let sent = |(choice, layer): (&Choice, &Layer)| Sent::at(*choice, layer.size, config, stage);
-        let sendings = choices.iter().zip(layers).map(|each| sent(each).map(|sent| sent.sending()));
+        let sendings = choices.iter().zip(parts).map(|each| sent(each).map(|sent| sent.sending()));
         lock(&self.shared.compressed).begin(sendings);
+        self.shared.exchange.begin();
     }
 
     /// The factor that brings the norm of all gradients, which already carry 1/N, down to the limit times N^(-1/2).
@@ -176,13 +184,11 @@ impl Send {
 
     /// A gradient cannot be used: an error, unless it is of a scaled loss, which may overflow.
     fn refuse(&mut self, layer: usize, why: Bad) -> Result<(), LayerError> {
-        match why {
-            Bad::NotFinite { .. } | Bad::Overflow { .. } if self.loss_scale.is_some() => {
-                self.void = true;
-                Ok(())
-            }
-            why => Err(self.error(layer, why)),
+        if self.loss_scale.is_none() || !is_overflow(&why) {
+            return Err(self.error(layer, why));
         }
+        self.void = true;
+        Ok(())
     }
 
     /// One layer: chooses what to send, or copies it all, and starts whatever is complete.
@@ -196,41 +202,35 @@ impl Send {
         let scale = factor / (self.shared.comm.size() as f32 * self.loss_scale.unwrap_or(1.0));
         let (group, offset) = self.place[layer];
         self.stats[layer] = LayerStats::default();
-        if self.groups[group].sparse {
-            self.compress(layer, source, scale)?;
-        } else {
-            self.copy(layer, source, scale, group, offset)?;
+        match (self.groups[group].sparse, &self.shared.hosts) {
+            (true, None) => self.compress(layer, source, scale)?,
+            _ => self.copy(layer, source, scale, group, offset)?,
         }
         self.stats[layer].select_ms = ms(begin) + std::mem::take(&mut self.extra_ms);
         self.missing[group] -= 1;
         while self.next < self.groups.len() && self.missing[self.next] == 0 {
             self.start(self.next);
             self.next += 1;
+            if self.next == self.groups.len() {
+                self.tell();
+            }
         }
         Ok(())
     }
 
-    /// The message of a layer; empty where there is no gradient, and then u and v stay as they are.
+    /// The message of a layer.
     fn compress(&mut self, layer: usize, source: Option<&dyn Source>, scale: f32) -> Result<(), SyncError> {
-        let Shared { layers, choices, config, compressed, .. } = &*self.shared;
+        let source = source.filter(|_| !self.void).map(|source| (source, scale));
         let message = &mut self.messages[layer];
-        let n = layers[layer].size;
-        let sent = Sent::at(choices[layer], n, config, self.stage);
-        let values = sent.map(|sent| sent.values).unwrap_or_default();
-        message.reset(n as u32, values.phase(self.step));
-        if let Some(source) = source.filter(|_| !self.void) {
-            let mut compressed = lock(compressed);
-            let done = compressed.compress(layer, self.step, source, scale, message, &mut self.workspace);
-            drop(compressed);
-            if let Err(error) = done {
-                self.refuse(layer, error.why)?;
-            }
+        let step = Step { number: self.step, stage: self.stage };
+        if let Err(error) = compress(&self.shared, step, layer, source, message, &mut self.workspace) {
+            self.refuse(layer, error.why)?;
         }
         self.stats[layer].elements = self.messages[layer].len() as u64;
         Ok(())
     }
 
-    /// A dense layer's part of its bucket; zeros where there is no gradient.
+    /// A layer's part of its bucket, where it is dense or summed inside a host first; zeros where there is no gradient.
     fn copy(
         &mut self,
         layer: usize,
@@ -251,9 +251,12 @@ impl Send {
         if let Err(why) = copied {
             self.refuse(layer, why)?;
         }
-        let bytes = 4 * size as u64;
-        let stats = &mut self.stats[layer];
-        (stats.elements, stats.bytes_sent, stats.bytes_received) = (size as u64, bytes, bytes);
+        self.present[layer] = source.is_some();
+        if !self.groups[group].sparse {
+            let bytes = 4 * size as u64;
+            let stats = &mut self.stats[layer];
+            (stats.elements, stats.bytes_sent, stats.bytes_received) = (size as u64, bytes, bytes);
+        }
         Ok(())
     }
 
@@ -262,58 +265,61 @@ impl Send {
         let (step, group) = (self.step, self.groups[number].clone());
         let tag = Tag { step, op: number as u32 };
         let started = Instant::now();
-        let journey = if group.sparse {
-            let frame = self.encode(&group);
-            let Shared { exchange, comm, .. } = &*self.shared;
-            Journey::Sparse(exchange.start(&**comm, tag, frame))
-        } else {
-            let values = std::mem::take(&mut self.buffers[number]);
-            Journey::Dense(self.shared.comm.allreduce(tag, values))
+        let mut stats: Vec<LayerStats> = group.layers.iter().map(|layer| self.stats[*layer]).collect();
+        let Shared { exchange, comm, hosts, .. } = &*self.shared;
+        let journey = match (group.sparse, hosts) {
+            (true, Some(hosts)) => Journey::Inside(tag, self.letters(hosts, &group, number)),
+            (true, None) if self.void => Journey::Sparse(exchange.start(&**comm, tag, exchange.void())),
+            (true, None) => {
+                let at = Step { number: step, stage: self.stage };
+                let frames = pack(&self.shared, at, &group, &self.messages, &mut self.writer, &mut stats);
+                Journey::Sparse(exchange.start(&**comm, tag, frames))
+            }
+            (false, _) => {
+                let values = std::mem::take(&mut self.buffers[number]);
+                match hosts.is_some() || exchange.in_order() {
+                    true => Journey::DenseLater(tag, values),
+                    false => Journey::Dense(comm.allreduce(tag, values)),
+                }
+            }
         };
+        if let Journey::Inside(..) = journey {
+            lock(&self.shared.pools.dense).push(std::mem::take(&mut self.buffers[number]));
+        }
         let in_flight = InFlight {
             step,
             all_dense: self.all_dense(),
             loss_scale: self.loss_scale,
             started,
             journey,
-            stats: group.layers.iter().map(|layer| self.stats[*layer]).collect(),
+            stats,
             targets: group.layers.iter().map(|layer| self.targets[*layer].take()).collect(),
+            is_last: number + 1 == self.groups.len(),
             group,
         };
         // If the receiving thread is gone it has reported why.
-        let _ = self.to_receive.send(in_flight);
+        let _ = self.to_receive.send(Expected::Group(in_flight));
     }
 
-    /// The frame of a group; an empty one if the step will not count.
-    fn encode(&mut self, group: &Group) -> Vec<u8> {
+    /// What each rank of this host gets of a group; nothing if the step will not count.
+    fn letters(&self, hosts: &Hosts, group: &Group, number: usize) -> Vec<Vec<u8>> {
         if self.void {
-            return Vec::new();
+            return vec![Vec::new(); hosts.seat.on_each];
         }
-        if let Some(buffer) = lock(&self.shared.pools.frames).pop() {
-            self.writer.reuse(buffer);
-        }
-        self.writer.begin(self.step, self.shared.comm.rank() as u32, self.shared.plan);
-        // The first layer answers for the header of the frame.
-        let (mut before, mut header) = (0, self.writer.len());
-        for layer in &group.layers {
-            let begin = Instant::now();
-            let Shared { layers, choices, config, .. } = &*self.shared;
-            if let Some(sent) = Sent::at(choices[*layer], layers[*layer].size, config, self.stage) {
-                header += self.writer.push(&self.messages[*layer], sent.indices, sent.values);
-            }
-            let stats = &mut self.stats[*layer];
-            stats.encode_ms = ms(begin);
-            stats.header_bytes = std::mem::take(&mut header) as u64;
-            stats.bytes_sent = (self.writer.len() - std::mem::replace(&mut before, self.writer.len())) as u64;
-        }
-        self.writer.take()
+        let present: Vec<bool> = group.layers.iter().map(|layer| self.present[*layer]).collect();
+        let mut letters = lock(&self.shared.pools.letters);
+        hosts.letters(&self.shared.sizes(group), &present, &self.buffers[number], &mut letters)
     }
-}
 
-fn dense_buffer(pools: &Pools, length: usize) -> Vec<f32> {
-    let mut pool = lock(&pools.dense);
-    match pool.iter().position(|buffer| buffer.len() == length) {
-        Some(at) => pool.swap_remove(at),
-        None => vec![0.0; length],
+    /// All layers are accumulated: tells a part of the second moments.
+    fn tell(&mut self) {
+        let Some(parts) = self.shared.told_at(self.step) else { return };
+        let expected = match self.shared.hosts {
+            Some(_) => Expected::MomentsLater { step: self.step, parts, void: self.void },
+            None => {
+                Expected::Moments(second::tell(&self.shared, self.step, parts, self.void, &mut self.writer))
+            }
+        };
+        let _ = self.to_receive.send(expected);
     }
 }

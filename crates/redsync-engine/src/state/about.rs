@@ -1,7 +1,7 @@
 //! A state as a file's description and vectors, and back: u, v and extra vectors are the tensors `u/NAME`, `v/NAME` and
-//! `extra/NAME`, second moments `second/NAME` and `given/NAME`; everything else is text.
+//! `extra/NAME`, second moments `second/NAME` and `given/NAME`, what an owner keeps `kept/NAME`; everything else is text.
 
-use super::{Identity, LayerState, Saved, SecondMoment};
+use super::{Cut, Identity, Kept, LayerState, Saved, SecondMoment};
 use crate::file::{About, Content};
 use redsync_core::{Adam, Memory, Momentum};
 use serde::{Deserialize, Serialize};
@@ -23,6 +23,17 @@ struct LayerEntry {
     /// What only Adam has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     adam: Option<AdamEntry>,
+    /// What only an owner has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kept: Option<KeptEntry>,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+struct KeptEntry {
+    size: usize,
+    cut: Cut,
+    memory: [[u32; 3]; 3],
+    rate: Option<u32>,
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -75,6 +86,12 @@ impl LayerEntry {
             memory: layer.memory.bits(),
             rate: layer.rate.map(f32::to_bits),
             adam,
+            kept: layer.kept.as_ref().map(|kept| KeptEntry {
+                size: kept.v.len(),
+                cut: kept.cut,
+                memory: kept.memory.bits(),
+                rate: kept.rate.map(f32::to_bits),
+            }),
         }
     }
 
@@ -93,9 +110,9 @@ impl LayerEntry {
         })
     }
 
-    fn memory(&self) -> Result<Memory, String> {
-        let none = || format!("layer {:?}: the remembered threshold is none", self.name);
-        Memory::from_bits(self.memory).ok_or_else(none)
+    fn memory(&self, bits: [[u32; 3]; 3]) -> Result<Memory, String> {
+        let none = || format!("layer {:?}: the remembered threshold is damaged", self.name);
+        Memory::from_bits(bits).ok_or_else(none)
     }
 }
 
@@ -110,6 +127,9 @@ pub(super) fn tensors(saved: &Saved) -> BTreeMap<String, &[f32]> {
         tensors.insert(tensor_name("v", &layer.name), &layer.v[..]);
         if !layer.u.is_empty() {
             tensors.insert(tensor_name("u", &layer.name), &layer.u[..]);
+        }
+        if let Some(kept) = &layer.kept {
+            tensors.insert(tensor_name("kept", &layer.name), &kept.v[..]);
         }
         if let Some(SecondMoment { own, given, .. }) = &layer.second {
             tensors.insert(tensor_name("second", &layer.name), &own[..]);
@@ -128,7 +148,7 @@ pub(super) fn of(saved: &Saved) -> About {
     let layers: Vec<_> = saved.layers.iter().map(LayerEntry::of).collect();
     let extra: Vec<_> = saved.extra.iter().map(extra).collect();
     let json = |value: serde_json::Result<String>| value.unwrap_or_default();
-    About::from(
+    let mut about = About::from(
         [
             ("step", saved.step.to_string()),
             ("rank", saved.rank.to_string()),
@@ -139,7 +159,12 @@ pub(super) fn of(saved: &Saved) -> About {
             ("extra", json(serde_json::to_string(&extra))),
         ]
         .map(|(name, text)| (name.to_string(), text)),
-    )
+    );
+    // Without hosts a state is what it was before there were any.
+    if let Some(seat) = saved.seat {
+        about.insert("seat".into(), json(serde_json::to_string(&seat)));
+    }
+    about
 }
 
 /// Joins the description with the vectors; none may be missing, and none may be left.
@@ -161,7 +186,7 @@ pub(super) fn join(content: Content) -> Result<Saved, String> {
     let mut layer = |entry: LayerEntry| {
         let u = if entry.has_u { take("u", &entry.name, entry.size)? } else { Vec::new() };
         let v = take("v", &entry.name, entry.size)?;
-        let (momentum, memory) = (entry.momentum()?, entry.memory()?);
+        let (momentum, memory) = (entry.momentum()?, entry.memory(entry.memory)?);
         let rate = entry.rate.map(f32::from_bits);
         let mut second = |AdamEntry { steps, has_given, .. }: AdamEntry| {
             let own = take("second", &entry.name, entry.size)?;
@@ -169,7 +194,16 @@ pub(super) fn join(content: Content) -> Result<Saved, String> {
             Ok::<_, String>(SecondMoment { own, given, steps })
         };
         let second = entry.adam.map(&mut second).transpose()?;
-        Ok(LayerState { name: entry.name, size: entry.size, momentum, u, v, memory, rate, second })
+        let kept = match entry.kept {
+            None => None,
+            Some(KeptEntry { size, cut, memory, rate }) => Some(Kept {
+                cut,
+                v: take("kept", &entry.name, size)?,
+                memory: entry.memory(memory)?,
+                rate: rate.map(f32::from_bits),
+            }),
+        };
+        Ok(LayerState { name: entry.name, size: entry.size, momentum, u, v, memory, rate, second, kept })
     };
     let layers = layers.into_iter().map(&mut layer).collect::<Result<_, String>>()?;
     let mut vector = |entry: ExtraEntry| Ok((take("extra", &entry.name, entry.size)?, entry.name));
@@ -183,6 +217,7 @@ pub(super) fn join(content: Content) -> Result<Saved, String> {
         rank: number(&about, "rank")?,
         ranks: number(&about, "ranks")?,
         identity,
+        seat: about.contains_key("seat").then(|| list(&about, "seat")).transpose()?,
         replica_hash: replica_hash.map_err(|_| "its replica_hash is not a number")?,
         layers,
         extra: extra.into_iter().map(|(values, name)| (name, values)).collect(),
@@ -197,7 +232,7 @@ fn number<T: std::str::FromStr>(about: &About, key: &str) -> Result<T, String> {
     string(about, key)?.parse().map_err(|_| format!("its {key} is not a number"))
 }
 
-/// What a JSON list says; its errors are kept on one line whatever they quote.
+/// What JSON says; its errors are kept on one line whatever they quote.
 fn list<T: for<'a> Deserialize<'a>>(about: &About, key: &str) -> Result<T, String> {
     let unreadable =
         |error: serde_json::Error| format!("its {key} cannot be read: {}", error.to_string().escape_debug());

@@ -8,7 +8,9 @@ mod reshare;
 #[cfg(test)]
 mod tests;
 
+pub use crate::exchange::cut::Cut;
 use crate::file::{self, FileError};
+use crate::hosts::Seat;
 use redsync_core::{Memory, Momentum, Second, Unfit};
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -55,6 +57,21 @@ pub struct LayerState {
     pub rate: Option<f32>,
     /// The second moment of Adam.
     pub second: Option<SecondMoment>,
+    /// With an exchange by owners, what this rank keeps of its part of the layer.
+    pub kept: Option<Kept>,
+}
+
+/// What an owner keeps of its part of a layer: sums that it has not sent on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Kept {
+    /// The sums, in the order of the layer.
+    pub v: Vec<f32>,
+    /// Which elements of the layer they are.
+    pub cut: Cut,
+    /// What the selector remembers.
+    pub memory: Memory,
+    /// The learning rate in whose units they are, if it was told.
+    pub rate: Option<f32>,
 }
 
 /// The second moment of a layer; see [`Second`].
@@ -62,10 +79,21 @@ pub struct LayerState {
 pub struct SecondMoment {
     /// That of this rank's gradients.
     pub own: Vec<f32>,
-    /// The one that was given, the same on every rank; empty if none was.
+    /// What the other ranks gave of theirs; empty if nothing was.
     pub given: Vec<f32>,
     /// Steps of the layer.
     pub steps: u64,
+}
+
+impl Kept {
+    /// Adds the sums, times a factor, to a vector of the whole layer; `rank` is the owner's.
+    pub(crate) fn add_to(&self, layer: &mut [f32], rank: usize, factor: f32) {
+        for (place, value) in (0u32..).zip(&self.v) {
+            if let Some(to) = layer.get_mut(self.cut.index(rank, place) as usize) {
+                *to += factor * value;
+            }
+        }
+    }
 }
 
 impl From<Second<'_>> for SecondMoment {
@@ -94,6 +122,8 @@ pub struct Saved {
     pub identity: Identity,
     /// The hash of the replica, equal on all ranks.
     pub replica_hash: u64,
+    /// Where the rank sits, if the ranks of a host sum among themselves: then its layers are only its parts of them.
+    pub seat: Option<Seat>,
     /// The compressed layers, in order.
     pub layers: Vec<LayerState>,
     /// Vectors of the caller, such as weights or the momentum of dense layers.
@@ -225,12 +255,19 @@ impl Saved {
         if self.rank >= self.ranks {
             return Err(format!("there is no rank {} among {}", self.rank, self.ranks));
         }
+        if let Some(seat) = self.seat.filter(|seat| !seat.is_one_of(self.ranks)) {
+            return Err(format!("a seat that there is not among {} ranks: {seat:?}", self.ranks));
+        }
         let mut names = HashSet::new();
         for layer in &self.layers {
             if !names.insert(&layer.name) {
                 return Err(format!("two layers have the name {:?}", layer.name));
             }
             layer.check().map_err(|why| format!("layer {:?}: {why}", layer.name))?;
+            let fits = |kept: &Kept| kept.cut.ranks == self.ranks && kept.cut.len(self.rank) == kept.v.len();
+            if !layer.kept.as_ref().is_none_or(fits) {
+                return Err(format!("layer {:?}: what its owner kept is of another rank", layer.name));
+            }
         }
         names.clear();
         for (name, values) in &self.extra {
@@ -254,8 +291,15 @@ impl Saved {
             pair("replica hash", hash(self), hash(other)),
             pair("number of layers", count(self), count(other)),
         ];
-        let shapes = self.layers.iter().zip(&other.layers);
-        pairs.extend(shapes.map(|(a, b)| pair("layer", a.shape(), b.shape())));
+        let hosts = |state: &Saved| {
+            state.seat.map_or("none".into(), |seat| format!("{} of {} ranks", seat.hosts, seat.on_each))
+        };
+        pairs.push(pair("hosts", hosts(self), hosts(other)));
+        // Ranks of one host have other parts.
+        if self.seat.map(|seat| seat.number) == other.seat.map(|seat| seat.number) {
+            let shapes = self.layers.iter().zip(&other.layers);
+            pairs.extend(shapes.map(|(a, b)| pair("layer", a.shape(), b.shape())));
+        }
         let length = self.identity.len().max(other.identity.len());
         let entry = |state: &Saved, i: usize| state.identity.get(i).cloned().unwrap_or_default();
         pairs.extend((0..length).map(|i| {
@@ -297,7 +341,16 @@ impl LayerState {
             return Err(Unfit::Rate(rate).to_string());
         }
         if Memory::from_phases(self.memory.phases()).is_none() {
-            return Err("the selector remembers a threshold that is none".into());
+            return Err("the remembered threshold is damaged".into());
+        }
+        if let Some(Kept { v, cut, memory, rate }) = &self.kept {
+            if !cut.is_sound() || cut.n != size || Memory::from_phases(memory.phases()).is_none() {
+                return Err(format!("what its owner kept, {} of {size} elements, makes no sense", v.len()));
+            }
+            if let Some(rate) = rate.filter(|rate| !(*rate > 0.0 && rate.is_finite())) {
+                return Err(Unfit::Rate(rate).to_string());
+            }
+            check_finite("what its owner kept", v).map_err(|why| why.to_string())?;
         }
         self.check_finite().map_err(|why| why.to_string())
     }

@@ -4,7 +4,9 @@
 
 use redsync_comm::{Communicator, Gathered, Pending, Tag, local};
 use redsync_core::Momentum;
-use redsync_engine::{Config, Kind, Layer, Method, Preset, Rest, SyncError, Synchronizer, Update, WarmUp};
+use redsync_engine::{
+    Config, Exchange, Kind, Layer, Method, Preset, Rest, SyncError, Synchronizer, Update, WarmUp,
+};
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -82,7 +84,10 @@ pub fn all_configs() -> Vec<Config> {
             for warm_up in [WarmUp::None, WarmUp::Dense(7), WarmUp::Ramp(6)] {
                 let momentum = Momentum::Nesterov(0.9);
                 for (rest, bf16) in [(Rest::TwoBit, true), (Rest::EightBit, true), (Rest::F32, false)] {
-                    all.push(Config { preset, clip, warm_up, momentum, rest, bf16, ..config(method, 0.02) });
+                    for exchange in Exchange::ALL.map(Some) {
+                        let config = config(method, 0.02);
+                        all.push(Config { preset, clip, warm_up, momentum, rest, bf16, exchange, ..config });
+                    }
                 }
             }
         }
@@ -138,6 +143,10 @@ impl Replica {
     }
 
     pub fn of(layers: Vec<Layer>, config: Config, comm: Comm) -> Result<Self, SyncError> {
+        let (rank, ranks) = (comm.rank(), comm.size());
+        // Two ranks on each host, where that is possible and nothing else was said.
+        let host = config.host.unwrap_or((rank / if ranks % 2 == 0 { 2 } else { 1 }).to_string());
+        let config = Config { host: Some(host), ..config };
         let weights = initial_weights(&layers);
         let buffers = layers.iter().map(|layer| vec![0.0; layer.size]).collect();
         let momentum = config.momentum;
@@ -247,7 +256,7 @@ pub fn bits(weights: &[Vec<f32>]) -> Vec<Vec<u32>> {
 /// A communicator whose messages to all are changed on the way.
 pub struct Damaging<F> {
     pub comm: Comm,
-    /// Gets the tag and the bytes of an allgather.
+    /// Gets the tag and the bytes of an allgather, or of each message of an all-to-all.
     pub damage: F,
 }
 
@@ -269,7 +278,8 @@ impl<F: Fn(Tag, &mut Vec<u8>) + Send + Sync> Communicator for Damaging<F> {
         self.comm.allgather(tag, message)
     }
 
-    fn alltoall(&self, tag: Tag, messages: Vec<Vec<u8>>) -> Pending<Gathered> {
+    fn alltoall(&self, tag: Tag, mut messages: Vec<Vec<u8>>) -> Pending<Gathered> {
+        messages.iter_mut().for_each(|message| (self.damage)(tag, message));
         self.comm.alltoall(tag, messages)
     }
 

@@ -1,4 +1,4 @@
-"""Compressed gradient exchange for PyTorch's DistributedDataParallel.
+"""Compressed gradient exchange for PyTorch's DistributedDataParallel, and local steps for any optimizer.
 
 One call, and each rank sends the 0.1% largest entries of an accumulated residual instead of the whole gradient:
 

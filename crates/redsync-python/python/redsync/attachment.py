@@ -1,15 +1,8 @@
-"""What ties a DDP model to the engine.
+"""What ties a model to the engine, whatever it exchanges: gradients (`gradients.py`) or weights after local steps (`local.py`).
 
-The walk of a gradient. The backward pass fills a bucket of DDP, whose hook is ours. The hook submits the bucket's parameters to
-the engine and returns a future; compression and exchange go on in the engine's threads, over a process group of their own
-(`_redsync.Group`). The engine writes each averaged gradient where the local one was. The hook of the last bucket waits for what
-is left and raises what went wrong. By then each ``p.grad`` holds the average: all of it for a dense layer; for a compressed
-one what all ranks sent of their residuals, momentum included. A bias of which every element is sent in a few bits is compressed
-in this sense: it has a residual, and its momentum is there. ``optimizer.step()`` applies momentum to dense layers only
-(`optimizer.py`).
-
-What must hold: everything that decides about messages is the same on all ranks, and is compared when they attach; state is
-kept by parameter, never by bucket, which DDP builds anew.
+Comes in: the parameters of a model and a process group. Goes out: statistics, state, comparisons, and an orderly end. What must
+hold: everything that decides about messages is the same on all ranks, and is compared when they attach; what failed once is
+said again by everything that comes later.
 """
 
 from __future__ import annotations
@@ -17,20 +10,20 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import warnings
+import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
 
 from . import _redsync, state
 from .errors import Error, UsageError
-from .optimizer import Steps, check_optimizer
-from .parameters import Described, check_model, describe, left_alone, rule, shapes, trained
-from .settings import warm_up
+from .metrics import USUAL_STEPS, Metrics
+from .parameters import Described, shapes
+from .residents import Residents, why_not
+from .settings import host_of
 from .staging import Staging
 from .stats import LayerStats, Stats, Traffic
 
@@ -59,68 +52,60 @@ class Attachment:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
+        named: Mapping[str, torch.Tensor],
+        process_group: dist.ProcessGroup,
         settings: dict[str, Any],
-        output: str | None,
-        scaler: torch.amp.GradScaler | None,
+        describe: Callable[[], list[Described]],
         deadline: float,
         log_every: int,
     ) -> None:
-        self._named = trained(model)
+        """`describe` checks whatever can be wrong and says what the engine is to know; what it raises, all ranks hear."""
+        self._named = dict(named)
         self._names, self._parameters = list(self._named), list(self._named.values())
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._dense_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
-        self._scaler, self._log_every = scaler, log_every
+        self._log_every = log_every
+        self._metrics: Metrics | None = None
         # The rest of the deadline is for finding out who is missing.
         settings["deadline"] = deadline - min(5.0, deadline / 4)
-        problem, described = None, []
+        problem: str | None = None
+        described: list[Described] = []
         try:
-            settings["warm_up"] = warm_up(settings["warm_up"], settings["method"], settings["plan"])
-            check_model(model)
             _check_free(self._parameters)
-            check_optimizer(optimizer, scaler is not None)
-            described = describe(model, self._named, optimizer, output)
-            settings["choices"] = {**left_alone(self._named, optimizer), **settings["choices"]}
+            settings["host"] = host_of(dist.get_rank(process_group), settings.pop("ranks_per_host"))
+            described = describe()
         except (ValueError, TypeError, OverflowError) as error:
             problem = str(error)
         self._rules = [rule for *_, rule in described]
-        self._rates: dict[int, float] = {}
-        settings["agree"] = [("a GradScaler", str(scaler is not None)), *shapes(self._named)]
+        settings["agree"] = [*settings.get("agree", []), *shapes(self._named)]
         # Made in any case, because a rank that has nothing to say would let the others wait.
-        self._group = _redsync.Group(model.process_group, settings["deadline"])
+        self._group = _redsync.Group(process_group, settings["deadline"])
         with contextlib.ExitStack() as opened:
             opened.callback(self._group.close)
             if problem is not None:
                 self._group.give_up(problem)
                 raise UsageError(problem)
+            device = self._parameters[0].device if self._parameters else torch.device("cpu")
+            self._staging = Staging(device) if device.type != "cpu" else None
+            self._residents: Residents | None = None
+            if self._staging is not None:
+                self._residents = Residents(self._staging, self._parameters, why_not(settings))
+            self._clips = settings["clip"] is not None
             self._sync = self._synchronizer(described, settings)
             opened.callback(self._sync.close)
             self._choices = self._sync.choices()
             self._compressed = [number for number, choice in enumerate(self._choices) if choice != "dense"]
-            self._unused = self._notice_use() if model.find_unused_parameters or model.static_graph else None
-            device = self._parameters[0].device if self._parameters else torch.device("cpu")
-            self._staging = Staging(device) if device.type != "cpu" else None
-            self._compressed_now: frozenset[torch.Tensor] = frozenset()
-            self._buckets: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
-            self._flats: list[torch.Tensor] = []
-            self._open = self._warned = False
+            if self._residents is not None:
+                log.info("%s", self._residents.report(len(self._compressed), self._clips))
             self._failure: BaseException | None = None
-            self._number = self._exchanged = 0
+            self._number = self._counted = self._stands_for = 0
             self._last, self._traffic = self._sync.stats(), self._sync.traffic()
-            _register(model, self)
             opened.pop_all()
-        assert isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam))
-        self._steps = Steps(optimizer, lambda: self._compressed_now)
         self._closing = weakref.finalize(self, _close, self._sync, self._group)
-        _attached[model] = self
-        _open.add(self)
-        # The optimizer holds on to this object, and may go on with another model.
-        weakref.finalize(model, self.close).atexit = False
 
     def _synchronizer(self, described: list[Described], settings: dict[str, Any]) -> _redsync.Synchronizer:
         try:
-            return _redsync.Synchronizer(self._group, described, settings)
+            return _redsync.Synchronizer(self._group, described, settings, self._residents)
         except Error:
             raise
         except (ValueError, TypeError, OverflowError) as error:
@@ -129,129 +114,51 @@ class Attachment:
             self._group.give_up(problem)
             raise UsageError(problem) from None
 
-    def _notice_use(self) -> set[int]:
-        """The compressed layers that got no gradient since the last exchange; they send nothing then."""
-        unused = set(self._compressed)
-        for number in self._compressed:
-            # A tensor's hook runs before DDP's, which waits for the accumulated gradient.
-            self._parameters[number].register_hook(lambda _, number=number: unused.discard(number))  # type: ignore[no-untyped-call]
-        return unused
+    def _submit(self, number: int, flat: torch.Tensor, used: bool, ready: torch.Event | None, sparse: bool) -> None:
+        """Hands a gradient over. The host needs all of one that it compresses or clips, or that is dense at this step."""
+        resident = self._residents is not None and number in self._residents.layers
+        self._sync.submit(number, flat, used, self._staging, ready, not (resident and sparse) or self._clips)
 
-    # Called by DDP and autograd, during the backward pass.
+    def _enter(self, model: torch.nn.Module) -> None:
+        """Everything is made: `of` finds it from now on, until the model goes."""
+        _attached[model] = self
+        _open.add(self)
+        # The optimizer holds on to this object, and may go on with another model.
+        weakref.finalize(model, self.close).atexit = False
 
-    def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        self._check()
-        if not self._open or bucket.index() == 0:
-            self._begin()
-        if bucket.index() != len(self._buckets):
-            raise Error(f"DDP reduces bucket {bucket.index()} after {len(self._buckets)} others; is there another hook?")
-        buffer = bucket.buffer()
-        if buffer.is_sparse:
-            raise UsageError("sparse gradients cannot be compressed; make embeddings with sparse=False")
-        devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type == "cuda" else []
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        ready = self._staging.mark() if self._staging is not None else None
-        with self._guarded():
-            for number, flat in self._parts(bucket, buffer):
-                used = self._unused is None or number not in self._unused
-                self._sync.submit(number, flat, used, self._staging, ready)
-                if self._scaler is not None:
-                    self._flats.append(flat)
-        self._buckets.append((buffer, future))
-        if bucket.is_last():
-            # Here, and not at the end of the backward pass: nothing that DDP needs is left to be computed, and where it delays its
-            # buckets to that end (a static graph does, once) it waits for them before it calls anything of ours.
-            self._finish()
-        return future
-
-    def _parts(self, bucket: GradBucket, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        begin = 0
-        for parameter in bucket.parameters():
-            number, size = self._numbers.get(parameter), parameter.numel()
-            if number is None:
-                raise UsageError(
-                    "DDP reduces a parameter that was frozen between DistributedDataParallel(...) and redsync.attach(...): "
-                    "set requires_grad before the first of them"
-                )
-            yield number, buffer.narrow(0, begin, size)
-            begin += size
-
-    def _begin(self) -> None:
-        """The first bucket of a backward pass is there."""
-        if self._open:
-            raise Error("the backward pass before this one did not end; redsync cannot tell what other ranks got of it")
-        if self._scaler is not None:
-            self._sync.set_loss_scale(float(self._scaler.get_scale()))
-        if self._sync.density is not None:
-            self._follow_optimizer()
-        if self._compressed_now and not self._steps.taken and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "two backward passes were synchronized without optimizer.step() in between: what the first one sent is lost "
-                "or counted twice; accumulate gradients within model.no_sync()",
-                stacklevel=2,
-            )
-        self._steps.taken = False
-        self._open = True
-
-    def _follow_optimizer(self) -> None:
-        """Compressors follow rate and momentum of the user's groups; what the optimizer has gathered becomes theirs, once."""
-        compressed, adopts = set(self._compressed), self._sync.turns_sparse
-        for parameter, group in self._steps.groups():
-            number = self._numbers.get(parameter)
-            if number is None or number not in compressed:
-                continue
-            rate = float(group["lr"])
-            if rate != self._rates.get(number):
-                self._sync.set_rate(number, rate)
-                self._rates[number] = rate
-            now = rule(group)
-            if now != self._rules[number]:
-                self._sync.set_momentum(number, now)
-                self._rules[number] = now
-            moments = self._steps.take_moments(parameter)
-            if moments is None or not adopts:
-                continue
-            first, second, steps = moments
-            if second is None:
-                self._sync.adopt_momentum(number, state.flat_like(first, parameter))
-            else:
-                self._sync.adopt_adam(number, state.flat_like(first, parameter), state.flat_like(second, parameter), steps)
-
-    def _finish(self) -> None:
-        """All gradients are there; what is under way is waited for."""
-        sparse = self._sync.density is not None
-        with self._guarded():
-            done = self._sync.finish()
-        if not done:
-            # A GradScaler will skip this step on all ranks, if it finds what is not finite on all.
-            for flat in self._flats:
-                flat.fill_(float("inf"))
-        if self._staging is not None:
-            self._staging.synchronize()
-        for buffer, future in self._buckets:
-            future.set_result(buffer)
-        self._buckets, self._flats, self._open = [], [], False
-        self._compressed_now = frozenset(self._parameters[n] for n in self._compressed) if sparse and done else frozenset()
-        self._steps.taken |= not done
-        if self._unused is not None:
-            self._unused.update(self._compressed)
-        self._number += 1
-        self._exchanged += 1
+    def _count(self, steps: int = 1) -> None:
+        """An exchange has ended, the first for so many steps."""
+        self._counted += steps
+        self._stands_for = steps
         self._last, self._traffic = self._sync.stats(), self._sync.traffic()
-        if self._log_every and self.step % self._log_every == 0:
+        if self._log_every and self.step % self._log_every < steps:
             log.info("%s", self.stats())
+        if self._metrics is not None:
+            self._metrics.step(self.step, steps, self.stats())
+
+    def _log_to(self, path: str | os.PathLike[str], model: torch.nn.Module, settings: Mapping[str, Any]) -> None:
+        """Rank 0 writes a metrics file from now on."""
+        if self._group.rank != 0:
+            return
+        about = {
+            "model": type(getattr(model, "module", model)).__name__,
+            "method": settings["method"],
+            "density": settings["density"],
+            "workers": self._group.size,
+            "comm": "torch",
+            "seed": torch.initial_seed(),
+            "parameters": sum(p.numel() for p in self._parameters),
+            "compressed": sum(self._parameters[number].numel() for number in self._compressed),
+        }
+        self._metrics = Metrics(path, about, self._log_every or USUAL_STEPS)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """What fails once is said again by everything that comes later; nobody waits for a bucket that will not come."""
+        """What fails once is said again by everything that comes later."""
         try:
             yield
         except BaseException as error:
             self._failure = self._failure or error
-            for _, future in self._buckets:
-                future.set_exception(error)  # type: ignore[arg-type]
-            self._buckets, self._flats = [], []
             raise
 
     def _check(self) -> None:
@@ -262,7 +169,7 @@ class Attachment:
 
     @property
     def step(self) -> int:
-        """The number of synchronized backward passes."""
+        """The number of steps: of synchronized backward passes, or of local steps."""
         return self._number
 
     def stats(self) -> Stats:
@@ -280,20 +187,43 @@ sent 7,076 of 11,671,656 bytes (1/1649), compressing 3.8 ms, exchange 102.4 ms, 
         described = zip(self._names, self._choices, self._parameters)
         layers = [LayerStats(name, choice, p.numel(), *cost) for (name, choice, p), cost in zip(described, costs)]
         # The engine counts 32 bits per element; without it, DDP would send half precision as it is.
-        traffic = Traffic(*self._traffic, dense=self._exchanged * self._dense_bytes)
+        traffic = Traffic(*self._traffic, dense=self._counted * self._dense_bytes)
         return Stats(
-            step=step if self._exchanged else -1,
+            step=step if self._counted else -1,
             layers=layers,
             bytes_sent=sum(layer.bytes for layer in layers),
-            dense_bytes=self._dense_bytes,
+            dense_bytes=self._stands_for * self._dense_bytes,
             total_bytes_sent=traffic.sent,
             total_dense_bytes=traffic.dense,
             compress_ms=sum(layer.ms for layer in layers if layer.choice != "dense"),
             exchange_ms=exchange_ms,
             exposed_ms=exposed_ms,
-            steps=self._exchanged,
+            steps=self._counted,
             traffic=traffic,
         )
+
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        """Tells the metrics file (``attach(log=...)``) the loss of a step, after its backward pass. Without a file, and on all
+        ranks but the first, nothing happens.
+
+        Example:
+            >>> loss.backward()                                                         # doctest: +SKIP
+            >>> attachment.log_loss(loss)                                               # doctest: +SKIP
+        """
+        if self._metrics is not None:
+            self._metrics.loss(loss)
+
+    def log_epoch(self, test_loss: float | None = None, metric: float | None = None, metric_name: str = "accuracy") -> None:
+        """Tells the metrics file that an epoch has ended, and what a test said.
+
+        Args:
+            test_loss: the loss on the test data, if there is one.
+            metric: what is judged, such as the accuracy, as a fraction of one.
+            metric_name: its name; ``accuracy`` is shown in percent.
+        """
+        if self._metrics is not None:
+            name = metric_name if metric is not None else None
+            self._metrics.epoch(self.stats(), {"test_loss": test_loss, "metric": metric, "metric_name": name})
 
     def residual_norms(self) -> dict[str, float]:
         """The norm of what each layer that is not sent as f32 has accumulated and not sent. One pass over memory."""
@@ -309,7 +239,7 @@ sent 7,076 of 11,671,656 bytes (1/1649), compressing 3.8 ms, exchange 102.4 ms, 
             >>> torch.save(attachment.state_dict(), f"redsync-{rank}.pt")               # doctest: +SKIP
         """
         self._check_between()
-        return state.as_dict(self._sync.capture(), self._named)
+        return state.as_dict(self._sync.capture(), self._named, self._local())
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continues from a state. All ranks call it, after `attach`; after an error nothing has changed.
@@ -326,50 +256,48 @@ sent 7,076 of 11,671,656 bytes (1/1649), compressing 3.8 ms, exchange 102.4 ms, 
                 raise UsageError("there is no state in the list")
         except UsageError as error:
             problem = str(error)
+        problem = problem or self._problem_of(states)
         self._sync.restore(states, problem)
-        self._rates.clear()
-        self._number = self._sync.step
-        # Of the momentum that was, in the Nesterov form; a schedule may have moved on.
-        for layer in states[0]["layers"]:
-            if layer["u"] is not None:
-                self._rules[self._names.index(layer["name"])] = layer["momentum"]
-        self._compressed_now = frozenset()
+        self._restored(states)
 
     def check_replicas(self) -> int:
         """Compares the parameters of all ranks, bit by bit, and returns their hash. All ranks call it."""
         self._check_between()
         return self._sync.check_replicas([p.detach().to("cpu", torch.float32).contiguous().view(-1) for p in self._parameters])
 
+    # What the kinds of attachments do differently.
+
     def _check_between(self) -> None:
         self._check()
-        if self._open:
-            raise UsageError("a backward pass is under way; this has to happen between two steps")
+
+    def _local(self) -> state.Local | None:
+        """What local steps keep besides the engine's state."""
+        return None
+
+    def _problem_of(self, states: list[dict[str, Any]]) -> str | None:
+        """Why states cannot be continued from, if they cannot."""
+        return None
+
+    def _restored(self, states: list[dict[str, Any]]) -> None:
+        """The engine continues from a state."""
+        self._number = self._sync.step
 
     def close(self) -> None:
         """Ends the threads and leaves the optimizer as it was. The model cannot be trained any further with this attachment; that
         happens by itself when the model goes."""
-        self._steps.close()
-        self._compressed_now = frozenset()
         _open.discard(self)
-        for model in [model for model, attachment in _attached.items() if attachment is self]:
-            del _attached[model]
-        self._closing()
-
-
-def _register(model: DistributedDataParallel, attachment: Attachment) -> None:
-    try:
-        model.register_comm_hook(attachment, _hook)
-    except RuntimeError as error:
-        raise UsageError(f"DDP does not take the communication hook: {str(error).splitlines()[0]}") from error
+        try:
+            if self._metrics is not None:
+                self._metrics.end(self.stats())
+        finally:
+            for model in [model for model, attachment in _attached.items() if attachment is self]:
+                del _attached[model]
+            self._closing()
 
 
 def _close(sync: _redsync.Synchronizer, group: _redsync.Group) -> None:
     sync.close()
     group.close()
-
-
-def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants these names, and no annotations that it does not know
-    return state._take(bucket)
 
 
 def is_attached(model: torch.nn.Module) -> bool:

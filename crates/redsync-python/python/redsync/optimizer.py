@@ -31,7 +31,8 @@ def check_optimizer(optimizer: Any, scaled: bool) -> None:
     if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam)):
         raise UsageError(
             f"{name} is not supported: it would see rare, large values instead of gradients, and what it makes of them is not "
-            f"what it would have made of the gradients; {SUPPORTED}"
+            f"what it would have made of the gradients; {SUPPORTED}, or let it make "
+            "local steps: attach(..., every=8) takes any optimizer"
         )
     if isinstance(optimizer, torch.optim.Adam):
         return _check_adam(name, optimizer, scaled)
@@ -43,7 +44,7 @@ def check_optimizer(optimizer: Any, scaled: bool) -> None:
         if scaled and group["fused"]:
             raise UsageError("SGD(fused=True) takes over the work of the GradScaler; use SGD(fused=False) with a scaler")
         if not 0 <= group["momentum"] < 1:
-            raise UsageError(f"momentum {group['momentum']} is not at least 0 and below 1")
+            raise UsageError(f"momentum must be at least 0 and below 1, got {group['momentum']}")
 
 
 def _check_adam(name: str, optimizer: torch.optim.Adam, scaled: bool) -> None:
@@ -57,9 +58,9 @@ def _check_adam(name: str, optimizer: torch.optim.Adam, scaled: bool) -> None:
             raise UsageError(f"the weight decay of {name} is added to gradients; use AdamW, which does not")
         for beta in group["betas"]:
             if not 0 <= float(beta) < 1:
-                raise UsageError(f"beta {float(beta)} is not at least 0 and below 1")
+                raise UsageError(f"betas must be at least 0 and below 1, got {float(beta)}")
         if not float(group["eps"]) >= torch.finfo(torch.float32).tiny:
-            raise UsageError(f"eps {group['eps']} is too small to divide by in single precision; 1e-8 is usual")
+            raise UsageError(f"eps must be large enough to divide by in single precision, such as 1e-8, got {group['eps']}")
 
 
 class Steps:
@@ -98,6 +99,16 @@ class Steps:
             return first, None, 0
         first, second, steps = (state.pop(key, None) for key in ("exp_avg", "exp_avg_sq", "step"))
         return None if first is None or second is None else (first, second, int(steps or 0))
+
+    def give_moments(self, parameter: torch.Tensor, first: torch.Tensor | None, second: torch.Tensor | None, steps: int) -> None:
+        """Gives the optimizer what it would have gathered for a parameter."""
+        if first is None:
+            return
+        state = self._optimizer.state[parameter]
+        if second is None:
+            state["momentum_buffer"] = first.to(parameter)
+        else:
+            state |= {"step": torch.tensor(float(steps)), "exp_avg": first.to(parameter), "exp_avg_sq": second.to(parameter)}
 
     @torch.no_grad()
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:

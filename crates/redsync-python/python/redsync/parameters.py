@@ -39,13 +39,16 @@ def rule(group: Mapping[str, Any]) -> Rule:
 
 
 def describe(
-    model: DistributedDataParallel, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, output: str | None
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    output: str | None,
 ) -> list[Described]:
-    """What the engine is told of each parameter."""
+    """What the engine is told of each parameter; without an optimizer, that there is no momentum."""
     if output is not None and output not in parameters:
         raise UsageError(f"output={output!r} is no parameter of the model that is trained")
-    last = output if output is not None else _output(model.module)
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    last = output if output is not None else _output(model)
+    groups = {p: group for group in (optimizer.param_groups if optimizer else ()) for p in group["params"]}
     described = []
     for name, parameter in parameters.items():
         kind = "bias-or-norm" if parameter.dim() <= 1 else "output" if name == last else "weight"
@@ -69,14 +72,19 @@ def shapes(parameters: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
 
 def check_model(model: DistributedDataParallel) -> None:
     """Refuses what the engine cannot take."""
-    if not hasattr(dist.distributed_c10d.Store, "clone"):
-        raise UsageError(f"PyTorch {torch.__version__} is too old: its stores cannot be cloned; 2.15 is tested")
     if model.mixed_precision is not None:
         raise UsageError("DDP's mixed_precision is not supported; use torch.autocast, with a GradScaler for float16")
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
             raise UsageError(f"{name} yields sparse gradients, which cannot be compressed; make it with sparse=False")
-    for name, parameter in model.module.named_parameters():
+    check_parameters(model.module)
+
+
+def check_parameters(model: torch.nn.Module) -> None:
+    """The same of what need not be wrapped by DDP."""
+    if not hasattr(dist.distributed_c10d.Store, "clone"):
+        raise UsageError(f"PyTorch {torch.__version__} is too old: its stores cannot be cloned; 2.15 is tested")
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             kind = str(parameter.dtype).removeprefix("torch.")
             raise UsageError(f"{name} is of {kind}; gradients of float32, float16 and bfloat16 can be compressed: model.float()")

@@ -17,13 +17,15 @@ class Traffic:
     """After the warm-up: headers of frames and messages."""
     warm_up: int = 0
     """Everything that was sent during the warm-up."""
+    moments: int = 0
+    """After the warm-up: second moments of Adam."""
     dense: int = 0
     """What DDP would have sent in the same steps, gradients in the precision of their parameters."""
 
     @property
     def sent(self) -> int:
         """All that was sent."""
-        return self.messages + self.rest + self.headers + self.warm_up
+        return self.messages + self.rest + self.headers + self.warm_up + self.moments
 
     @property
     def ratio(self) -> float:
@@ -32,6 +34,7 @@ class Traffic:
 
     def __str__(self) -> str:
         parts = {"messages": self.messages, "warm-up": self.warm_up, "rest": self.rest, "headers": self.headers}
+        parts["second moments"] = self.moments
         shares = ", ".join(f"{name} {100 * part / self.sent:.0f}%" for name, part in parts.items() if part)
         text = f"sent {_megabytes(self.sent)} of {_megabytes(self.dense)} (1/{self.ratio:.0f})"
         return f"{text}: {shares}" if shares else text

@@ -19,6 +19,8 @@ pub enum Work {
     Gather(Vec<u8>),
     /// A message for each.
     Scatter(Vec<Vec<u8>>),
+    /// The same, most of them empty.
+    ScatterFew(Vec<Vec<u8>>),
     /// Values to be summed.
     Sum(Vec<f32>),
     /// Nothing.

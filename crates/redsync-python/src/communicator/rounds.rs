@@ -25,6 +25,8 @@ pub struct Rounds {
     forecast: Forecast,
     out: Lane,
     into: Lane,
+    /// Whether messages like these should go with their headers the next time: not if most peers get none.
+    inline: bool,
 }
 
 /// What the first round brought.
@@ -48,7 +50,13 @@ impl Met {
 
 impl Rounds {
     pub fn new(wire: Wire) -> Rounds {
-        Rounds { wire, forecast: Forecast::default(), out: Lane::default(), into: Lane::default() }
+        Rounds {
+            wire,
+            forecast: Forecast::default(),
+            out: Lane::default(),
+            into: Lane::default(),
+            inline: true,
+        }
     }
 
     /// Leaves the group.
@@ -58,6 +66,7 @@ impl Rounds {
 
     /// Does one collective.
     pub fn perform(&mut self, call: Call, mut work: Work, goes_on: &dyn Fn() -> bool) -> Result<Done, Fault> {
+        self.inline = !matches!(work, Work::ScatterFew(_));
         let outcome = self.attempt(call, &mut work, goes_on);
         if let Err(Fault::Failed(_) | Fault::Abandoned) = outcome {
             // PyTorch may still read what it was lent.
@@ -77,7 +86,7 @@ impl Rounds {
                 let others = self.collect(&met, &|_| message.as_slice(), goes_on)?;
                 (self.with_own(others, std::mem::take(message)), Vec::new())
             }
-            Work::Scatter(messages) => {
+            Work::Scatter(messages) | Work::ScatterFew(messages) => {
                 let met = self.meet(call, &|peer| messages[peer].as_slice(), goes_on)?;
                 let others = self.collect(&met, &|peer| messages[peer].as_slice(), goes_on)?;
                 (self.with_own(others, std::mem::take(&mut messages[self.wire.rank])), Vec::new())
@@ -119,7 +128,7 @@ impl Rounds {
             });
         }
         let longest = headers.iter().map(|header| header.longest).max().unwrap_or_default();
-        self.forecast.learn(call, longest);
+        self.forecast.learn(call, if self.inline { longest } else { 0 });
         Ok(Met { block, headers })
     }
 

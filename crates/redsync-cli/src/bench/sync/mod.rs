@@ -13,11 +13,11 @@ use clap::{Args, ValueEnum};
 use damage::{Damage, Damaging};
 use player::{OFFSETS, Player};
 use rand_distr::{Distribution, StandardNormal};
-use redsync_comm::Communicator;
+use redsync_comm::{Communicator, Tag};
 use redsync_core::Density;
 use redsync_engine::cost::Compute;
 use redsync_engine::models::Model;
-use redsync_engine::{Config, Figures, Method, Preset, Synchronizer};
+use redsync_engine::{Config, Exchange, Figures, Method, Preset, Synchronizer, host_of};
 use report::Report;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -41,17 +41,26 @@ pub struct Sync {
     /// Ranks, with --comm local [default: 4]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
     ranks: Option<u16>,
-    /// Model whose layer sizes are used: vgg16-cifar, resnet44, alexnet, vgg16, resnet50, lstm-ptb, lstm-wiki2,
+    /// Model whose layer sizes are used: digits-cnn, vgg16-cifar, resnet44, alexnet, vgg16, resnet50, lstm-ptb, lstm-wiki2,
     /// gpt-tiny, gpt-small
     #[arg(long, default_value = "vgg16-cifar", value_parser = parse_model)]
     model: String,
-    /// sgd, rgc, rgc+asq or rgc-naive
+    /// sgd, rgc, rgc+2bit, rgc+asq or rgc-naive
     #[arg(long, default_value = "rgc+asq", value_parser = parse_method)]
     method: Method,
+    /// How messages travel: gather (every rank receives every rank's), owners (every element has an owner, who adds what all sent and
+    /// sends on the largest: what a rank receives does not grow with the number of ranks) or hosts (ranks of one host sum their
+    /// gradients densely, and a host sends what a single rank would)
+    /// [default: gather; with --auto what is predicted to be faster]
+    #[arg(long, value_parser = parse_exchange)]
+    exchange: Option<Exchange>,
+    /// With --exchange hosts: ranks on each host, one after the other [default: those on the same machine]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    ranks_per_host: Option<u16>,
     /// Treat layers as in the paper: trimmed or threshold selection, 32-bit indices
     #[arg(long)]
     paper: bool,
-    /// Measure machine and network first, and compress only what is then predicted to be faster so
+    /// Measure machine and network first, and compress only the layers for which that is predicted to be faster
     #[arg(long, conflicts_with = "paper")]
     auto: bool,
     /// Fraction of a compressed layer that is sent
@@ -104,6 +113,11 @@ fn parse_method(name: &str) -> Result<Method, String> {
     Method::from_name(name).ok_or_else(|| format!("expected one of {}", names()))
 }
 
+pub(crate) fn parse_exchange(name: &str) -> Result<Exchange, String> {
+    let names = || Exchange::ALL.map(Exchange::name).join(", ");
+    Exchange::from_name(name).ok_or_else(|| format!("expected one of {}", names()))
+}
+
 pub(crate) fn parse_ms(text: &str) -> Result<f64, String> {
     let value: f64 = text.parse().map_err(|_| "expected a number".to_string())?;
     if (0.0..=1e9).contains(&value) {
@@ -144,6 +158,7 @@ impl Sync {
         Config {
             method: self.method,
             preset: if self.paper { Preset::Paper { recurrent } } else { Preset::Carried },
+            exchange: self.exchange,
             density: self.density.fraction(),
             clip: recurrent.then_some(0.25),
             deadline: Duration::from_secs_f64(self.deadline),
@@ -165,11 +180,13 @@ impl Sync {
         let (model, comm) = (Model::named(&self.model)?, self.speaker(comm));
         let (rank, ranks) = (comm.rank(), comm.size());
         let mut config = self.config(model.recurrent);
+        config.host = host_of(rank, self.ranks_per_host.map(usize::from));
         if self.auto {
             let platform = measured(comm.clone(), &config)?;
             let backward = self.compute_ms / 1e3;
             config.figures = Some(Figures { platform, compute: Compute { backward, ..Compute::default() } });
         }
+        let speaker = comm.clone();
         let sync = Synchronizer::new(model.layers.clone(), config, comm)?;
         let weights = model.layers.iter().map(|layer| vec![0.0; layer.size]).collect();
         let mut player = Player { bench: self, sync, weights, noise, rank };
@@ -190,7 +207,25 @@ impl Sync {
         bar.finish_and_clear();
         let hash = player.check()?;
         let choices = player.sync.choices().to_vec();
-        Ok((rank == 0)
-            .then(|| self.report(ranks, &model.layers, &choices, &alone, overlapped.as_deref(), hash)))
+        let exchange = player.sync.exchange().name();
+        let own = alone.last().map_or(0, |measured| measured.stats.total().bytes_received);
+        let received = most(&*speaker, own, Duration::from_secs_f64(self.deadline))?;
+        Ok((rank == 0).then(|| {
+            self.report(
+                ranks,
+                &model.layers,
+                &choices,
+                &alone,
+                overlapped.as_deref(),
+                (exchange, received, hash),
+            )
+        }))
     }
+}
+
+/// The largest of a number that every rank has.
+fn most(comm: &dyn Communicator, own: u64, deadline: Duration) -> Result<u64> {
+    let all = comm.allgather(Tag { step: 0, op: u32::MAX - 4 }, own.to_le_bytes().to_vec()).wait(deadline)?;
+    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+    Ok(all.iter().map(number).max().unwrap_or(own))
 }

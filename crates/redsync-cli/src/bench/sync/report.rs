@@ -12,11 +12,16 @@ pub struct Report {
     ranks: usize,
     model: String,
     method: &'static str,
+    exchange: &'static str,
     auto: bool,
     compressed_layers: usize,
     comm: Comm,
     /// Of one rank: its messages and its dense gradients, each counted once.
     bytes_sent_per_step: u64,
+    /// From all others, by the rank that receives most.
+    bytes_received_per_step: u64,
+    /// With hosts: for the ranks of the same host.
+    bytes_inside_per_step: u64,
     dense_bytes_per_step: u64,
     /// Where the bytes of the last step went.
     traffic: Traffic,
@@ -49,7 +54,7 @@ impl Sync {
         choices: &[Choice],
         alone: &[Measured],
         overlapped: Option<&[Measured]>,
-        hash: u64,
+        (how, received, hash): (&'static str, u64, u64),
     ) -> Report {
         let middle = |of: &dyn Fn(&Measured) -> f64, steps: &[Measured]| {
             median(&mut steps.iter().map(of).collect::<Vec<_>>())
@@ -69,10 +74,13 @@ impl Sync {
             ranks,
             model: self.model.clone(),
             method: self.method.name(),
+            exchange: how,
             auto: self.auto,
             compressed_layers: (0..layers.len()).filter(compressed).count(),
             comm: self.comm,
             bytes_sent_per_step: last.iter().map(|s| s.bytes_sent).sum(),
+            bytes_received_per_step: received,
+            bytes_inside_per_step: last.iter().map(|s| s.inside_bytes).sum(),
             dense_bytes_per_step: layers.iter().map(|layer| 4 * layer.size as u64).sum(),
             traffic: alone.last().map(|m| m.stats.traffic).unwrap_or_default(),
             compressed_bytes_sent: (0..last.len()).filter(compressed).map(|i| last[i].bytes_sent).sum(),
@@ -92,12 +100,14 @@ impl Sync {
     pub(super) fn print(&self, report: &Report) {
         let ratio = report.dense_bytes_per_step as f64 / report.bytes_sent_per_step.max(1) as f64;
         crate::say!(
-            "{} on {} {:?} ranks with {}: {} bytes sent per step, dense {} ({ratio:.0} times as much): {}",
+            "{} on {} {:?} ranks with {}, {}: {} bytes sent per step, {} received, dense {} ({ratio:.0} times what is sent): {}",
             report.model,
             report.ranks,
             report.comm,
             report.method,
+            report.exchange,
             grouped(report.bytes_sent_per_step as usize),
+            grouped(report.bytes_received_per_step as usize),
             grouped(report.dense_bytes_per_step as usize),
             shares(&report.traffic),
         );

@@ -1,0 +1,207 @@
+//! What a module has on all ranks and on this one: how ranks begin alike, are compared, judged, saved and resumed.
+//! What must hold: a run goes on to the bits of one that never stopped; what is of another module is refused, and what differs is named.
+//!
+//! ```text
+//! DIR/model.safetensors       parameters, the optimizer's moments, and whatever else is the same on all ranks (rank 0)
+//! DIR/rank-0003.safetensors   residuals, and what differs among the ranks, such as running statistics (each rank)
+//! ```
+
+use super::module::{Met, change, walk};
+use super::{Distributed, DistributedError};
+use crate::flex::{values, values_mut};
+use burn::backend::flex::FlexTensor;
+use burn::module::{Module, ParamId};
+use redsync_comm::{CommError, Tag};
+use redsync_engine::file::{self, About, FileError};
+use redsync_engine::replica_hash;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+/// The file with what is the same on all ranks.
+const MODEL_FILE: &str = "model.safetensors";
+/// Its format.
+const FORMAT: &str = "redsync-distributed";
+
+/// The numbers of these collectives; the synchronizer's own are above and at the bottom, the trainer's between.
+#[derive(Clone, Copy)]
+#[repr(u32)]
+enum Op {
+    Begin = u32::MAX - 203,
+    Differ,
+    Mean,
+    Saved,
+}
+
+/// A tensor of a module, by its path.
+type Held = (ParamId, String, FlexTensor);
+
+impl Distributed {
+    fn tag(&self, op: Op) -> Tag {
+        Tag { step: self.sync.step(), op: op as u32 }
+    }
+
+    /// The module with the values that rank 0 has.
+    pub(super) fn begin_alike<M: Module>(&self, model: M) -> Result<M, DistributedError> {
+        let (own, failed) = (self.comm.rank(), |source| failed("the weights of rank 0", source));
+        let mut begin = HashMap::new();
+        for Met { id, path, tensor, .. } in walk(&model) {
+            let Ok(tensor) = tensor else { continue };
+            let bytes = values(&tensor).iter().flat_map(|x| x.to_le_bytes());
+            let bytes = if own == 0 { bytes.collect() } else { Vec::new() };
+            let all = self.comm.allgather(self.tag(Op::Begin), bytes).wait(self.deadline).map_err(failed)?;
+            let floats = all.from_rank(0).chunks_exact(4);
+            let floats: Vec<f32> = floats.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+            if own != 0 {
+                begin.insert(id, fitting(&path, floats, values(&tensor).len())?);
+            }
+        }
+        put(model, begin)
+    }
+
+    /// Compares the trained parameters of all ranks, bit by bit, and returns their common hash. All ranks call this between two steps.
+    pub fn check<M: Module>(&self, model: &M) -> Result<u64, DistributedError> {
+        let checked = self.checked(&walk(model));
+        self.or_give_up(checked)
+    }
+
+    fn checked(&self, met: &[Met]) -> Result<u64, DistributedError> {
+        let mut layers: Vec<Option<&[f32]>> = vec![None; self.trained.len()];
+        for Met { id, path, tensor, .. } in met {
+            if let Some(layer) = self.watch.number(*id) {
+                let unserved = |why| DistributedError::Unserved { name: path.clone(), why };
+                layers[layer] = Some(values(tensor.as_ref().map_err(|why| unserved(why.clone()))?));
+            }
+        }
+        let layers: Option<Vec<&[f32]>> = layers.into_iter().collect();
+        let other = || DistributedError::Model("this is not the module that was made distributed".into());
+        Ok(self.sync.check_replicas(&layers.ok_or_else(other)?)?)
+    }
+
+    /// The module as it is to be judged, without gradients, dropout and the like: running statistics, which every rank gathers from its own
+    /// data, are averaged. All ranks call this between two steps, and get the same.
+    pub fn valid<M: Module>(&self, model: &M) -> Result<M, DistributedError> {
+        let valid = self.averaged_statistics(model.valid());
+        self.or_give_up(valid)
+    }
+
+    fn averaged_statistics<M: Module>(&self, model: M) -> Result<M, DistributedError> {
+        let (_, own) = self.alike_and_own(&model)?;
+        if own.is_empty() {
+            return Ok(model);
+        }
+        let joined: Vec<f32> = own.iter().flat_map(|(_, _, tensor)| values(tensor)).copied().collect();
+        let sum = self.comm.allreduce(self.tag(Op::Mean), joined).wait(self.deadline);
+        let sum = sum.map_err(|source| failed("running statistics", source))?;
+        let (share, mut rest, mut means) = (1.0 / self.comm.size() as f32, &sum[..], HashMap::new());
+        for (id, _, tensor) in own {
+            let (mine, behind) = rest.split_at(values(&tensor).len());
+            means.insert(id, mine.iter().map(|sum| sum * share).collect());
+            rest = behind;
+        }
+        put(model, means)
+    }
+
+    /// What of a module is the same on all ranks, as all trained parameters are, and what is this rank's own.
+    fn alike_and_own<M: Module>(&self, model: &M) -> Result<(Vec<Held>, Vec<Held>), DistributedError> {
+        let held = walk(model).into_iter().filter_map(|met| Some((met.id, met.path, met.tensor.ok()?)));
+        let (mut alike, rest): (Vec<Held>, Vec<Held>) =
+            held.partition(|held| self.watch.number(held.0).is_some());
+        let hashes = rest.iter().flat_map(|held| replica_hash(&[values(&held.2)]).to_le_bytes()).collect();
+        let all = self.comm.allgather(self.tag(Op::Differ), hashes).wait(self.deadline);
+        let all = all.map_err(|source| failed("hashes of running statistics", source))?;
+        let mut own = Vec::new();
+        for (at, held) in rest.into_iter().enumerate() {
+            let part = 8 * at..8 * at + 8;
+            let differs = all.iter().any(|rank| rank.get(part.clone()) != all.from_rank(0).get(part.clone()));
+            if differs { own.push(held) } else { alike.push(held) }
+        }
+        Ok((alike, own))
+    }
+
+    /// Writes all that a run needs to go on to the same bits into a directory that all ranks share: parameters, running statistics,
+    /// residuals, and the moments of [`Distributed::step`]. Optimizers of Burn, and random numbers, are the caller's to keep. All ranks
+    /// call this between two steps; when it returns, all files are there.
+    pub fn save<M: Module>(&self, dir: &Path, model: &M) -> Result<(), DistributedError> {
+        let saved = self.saved(dir, model);
+        self.or_give_up(saved)
+    }
+
+    fn saved<M: Module>(&self, dir: &Path, model: &M) -> Result<(), DistributedError> {
+        let io = |source| FileError::Io { path: dir.to_path_buf(), source };
+        std::fs::create_dir_all(dir).map_err(io)?;
+        let model = model.valid(); // brings running statistics up to date
+        let hash = self.checked(&walk(&model))?;
+        let (alike, own) = self.alike_and_own(&model)?;
+        if self.comm.rank() == 0 {
+            let about = About::from([("replica-hash".into(), format!("{hash:016x}"))]);
+            let moments: Vec<_> = self.optimizer.moments().collect();
+            let moments = moments.iter().map(|(name, values)| (name.as_str(), *values));
+            let tensors = alike.iter().map(|(_, path, tensor)| (path.as_str(), values(tensor)));
+            file::write(&dir.join(MODEL_FILE), FORMAT, &about, tensors.chain(moments))?;
+        }
+        let own = own.into_iter().map(|(_, path, tensor)| (path, values(&tensor).to_vec())).collect();
+        self.sync.save(dir, hash, own)?;
+        let barrier = self.comm.barrier(self.tag(Op::Saved)).wait(self.deadline);
+        barrier.map_err(|source| failed("a checkpoint", source))
+    }
+
+    /// Goes on from what [`Distributed::save`] wrote: the module comes back with its values. All ranks call this between two steps; another
+    /// number of ranks goes on with the same weights.
+    pub fn load<M: Module>(&mut self, dir: &Path, model: M) -> Result<M, DistributedError> {
+        let loaded = self.loaded(dir, model);
+        self.or_give_up(loaded)
+    }
+
+    fn loaded<M: Module>(&mut self, dir: &Path, model: M) -> Result<M, DistributedError> {
+        let path = dir.join(MODEL_FILE);
+        let wrong = |why: String| DistributedError::Model(format!("{}: {why}", path.display()));
+        let file::Content { about, mut tensors } = file::read(&path, FORMAT)?;
+        let hash = about.get("replica-hash").and_then(|hash| u64::from_str_radix(hash, 16).ok());
+        let hash = hash.ok_or_else(|| wrong("it does not say its replica-hash".into()))?;
+        let mut own: BTreeMap<_, _> = self.sync.load_for(dir, hash)?.into_iter().collect();
+        drop(model.valid()); // nothing that was gathered before may come after what is loaded
+        let mut held = HashMap::new();
+        for Met { id, path, tensor, .. } in walk(&model) {
+            let Ok(tensor) = tensor else { continue };
+            let kept = tensors.remove(&path).or_else(|| own.remove(&path));
+            let kept = kept.ok_or_else(|| wrong(format!("it has no {path}: it is of another module")))?;
+            held.insert(id, fitting(&path, kept, values(&tensor).len())?);
+        }
+        self.optimizer
+            .restore(|name, size| tensors.remove(name).map(|kept| fitting(name, kept, size)).transpose())?;
+        if let Some(name) = tensors.keys().chain(own.keys()).next() {
+            return Err(wrong(format!("it has {name}, which is not of this module")));
+        }
+        self.begun = None;
+        let model = put(model, held)?;
+        match self.checked(&walk(&model))? == hash {
+            true => Ok(model),
+            false => Err(wrong("it does not belong to the residuals beside it".into())),
+        }
+    }
+}
+
+fn failed(what: &'static str, source: CommError) -> DistributedError {
+    DistributedError::Comm { what, source }
+}
+
+fn fitting(path: &str, values: Vec<f32>, size: usize) -> Result<Vec<f32>, DistributedError> {
+    match values.len() == size {
+        true => Ok(values),
+        false => {
+            Err(DistributedError::Model(format!("{path} has {} elements instead of {size}", values.len())))
+        }
+    }
+}
+
+/// The module with these values.
+fn put<M: Module>(model: M, new: HashMap<ParamId, Vec<f32>>) -> Result<M, DistributedError> {
+    change(
+        model,
+        |id, _| new.contains_key(&id),
+        |id, mut tensor| {
+            values_mut(&mut tensor).copy_from_slice(&new[&id]);
+            Ok(tensor)
+        },
+    )
+}

@@ -1,0 +1,85 @@
+//! Layers that hand their gradients over during the backward pass, so that compression and exchange proceed beside it.
+//! Comes in: a layer of the user's module with its input. Goes out: the same layer, watched. What must hold: a gradient that came this way
+//! is taken once; a layer that cannot be watched is given back as it is, and its gradients are taken at the end.
+
+use crate::flex::BurnGradient;
+use crate::hook::{OnGradient, watch};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::tensor::Tensor;
+use redsync_engine::{Submitter, SyncError};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Watches layers of a model: see [`Distributed::watch`](crate::Distributed::watch).
+#[derive(Clone)]
+pub struct Watch {
+    layers: Arc<HashMap<ParamId, usize>>,
+    submitter: Submitter,
+    come: Arc<Mutex<Come>>,
+}
+
+/// What came during the backward pass.
+pub(super) struct Come {
+    pub layers: Vec<bool>,
+    pub failure: Option<SyncError>,
+}
+
+impl Watch {
+    pub(super) fn new(layers: HashMap<ParamId, usize>, submitter: Submitter) -> Self {
+        let come = Come { layers: vec![false; layers.len()], failure: None };
+        Watch { layers: Arc::new(layers), submitter, come: Arc::new(Mutex::new(come)) }
+    }
+
+    /// The number of a parameter's layer.
+    pub(super) fn number(&self, id: ParamId) -> Option<usize> {
+        self.layers.get(&id).copied()
+    }
+
+    pub(super) fn come(&self) -> MutexGuard<'_, Come> {
+        self.come.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same layer, whose gradients are handed over as soon as the backward pass has them. `input` is what the layer gets; every use
+    /// of its parameters in this forward pass must be behind it.
+    ///
+    /// ```
+    /// # use burn::nn::Linear;
+    /// # use burn::tensor::Tensor;
+    /// # use redsync_burn::Watch;
+    /// fn forward(hidden: &Linear, x: Tensor<2>, watch: &Watch) -> Tensor<2> {
+    ///     watch.layer(hidden, &x).forward(x) // instead of hidden.forward(x)
+    /// }
+    /// ```
+    pub fn layer<L: Module, const D: usize>(&self, layer: &L, input: &Tensor<D>) -> L {
+        layer.clone().map(&mut Watching { watch: self, input })
+    }
+
+    fn on_gradient(&self) -> OnGradient {
+        let watch = self.clone();
+        Arc::new(move |layer, gradient| {
+            let submitted = watch.submitter.submit(layer, BurnGradient::new(gradient));
+            let mut come = watch.come();
+            come.layers[layer] = true;
+            if let Err(error) = submitted {
+                come.failure.get_or_insert(error);
+            }
+        })
+    }
+}
+
+struct Watching<'a, const E: usize> {
+    watch: &'a Watch,
+    input: &'a Tensor<E>,
+}
+
+impl<const E: usize> ModuleMapper for Watching<'_, E> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.watch.number(param.id).filter(|_| param.is_require_grad()) {
+            None => param,
+            Some(layer) => param.map(|weight| {
+                let watched = watch(weight.clone(), self.input, layer, self.watch.on_gradient());
+                watched.unwrap_or(weight)
+            }),
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! The kernels as text for CUDA, HIP and Metal, made without any of them: no product and sum are joined into one rounding.
+#![cfg(all(feature = "wgpu", feature = "lowering"))]
+#![allow(missing_docs, clippy::unwrap_used, unsafe_code)] // The macro makes an unsafe launcher of every kernel.
+
+use cubecl::Compiler;
+use cubecl::prelude::*;
+use cubecl_cpp::shared::{CompilationOptions, CppCompiler};
+use cubecl_cpp::target::{Cuda, Hip, Metal};
+use redsync_gpu::Gpu;
+use redsync_gpu::kernels::{self, Form};
+
+fn buffer() -> BufferCompilationArg {
+    BufferCompilationArg { inplace: None }
+}
+
+/// A kernel as text for all three. Its arguments: buffers, scalars as (), the width of vectors, then what is known at compile time.
+macro_rules! lowered {
+    ($gpu:expr, $kernel:path, $($argument:expr),+) => {{
+        let make = || {
+            let settings =
+                KernelSettings::new(*CubeDim::new_1d(256), ExecutionMode::Unchecked, AddressType::U32);
+            let client = $gpu.client();
+            <$kernel>::new(settings, client.properties_shared(), client.target_properties_shared(), $($argument),+).define()
+        };
+        let options = CompilationOptions::default();
+        [
+            CppCompiler::<Cuda>::default().compile(make(), &options).unwrap().to_string(),
+            CppCompiler::<Hip>::default().compile(make(), &options).unwrap().to_string(),
+            CppCompiler::<Metal>::default().compile(make(), &options).unwrap().to_string(),
+        ]
+    }};
+}
+
+#[test]
+fn no_form_of_the_pass_joins_a_product_and_a_sum() {
+    let gpu = Gpu::open("software").unwrap();
+    for rule in [kernels::NONE, kernels::PLAIN, kernels::NESTEROV] {
+        for (scales, carries, both) in [(true, true, true), (true, true, false), (false, false, true)] {
+            let form = Form { rule, scales, carries, seeks: true, both };
+            let texts = lowered!(
+                gpu,
+                kernels::accumulate::Accumulate,
+                buffer(),
+                buffer(),
+                buffer(),
+                buffer(),
+                buffer(),
+                (),
+                (),
+                (),
+                (),
+                (),
+                (),
+                (),
+                (),
+                (),
+                4,
+                form,
+                8
+            );
+            for text in texts {
+                assert!(text.contains(" ^ "), "{form:?}: nothing stands between products and sums:\n{text}");
+                assert!(!text.contains("fma"), "{form:?}:\n{text}");
+            }
+        }
+    }
+}
+
+#[test]
+fn neither_do_the_others() {
+    let gpu = Gpu::open("software").unwrap();
+    let take_out = |sent| {
+        lowered!(
+            gpu,
+            kernels::take_out::TakeOut,
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            (),
+            (),
+            (),
+            (),
+            sent,
+            true
+        )
+    };
+    let sent = [kernels::WHOLE, kernels::SAME, kernels::ROUNDED, kernels::LISTED].map(take_out);
+    let widen =
+        [true, false].map(|brain| lowered!(gpu, kernels::widen::Widen, buffer(), buffer(), (), brain));
+    let stats =
+        lowered!(gpu, kernels::stats::Stats, buffer(), buffer(), buffer(), (), (), (), (), 1 << 15, 8);
+    let copy = lowered!(gpu, kernels::copy::Copy, buffer(), buffer(), (), (), 4, true);
+    let scatter =
+        lowered!(gpu, kernels::scatter::Scatter, buffer(), buffer(), buffer(), buffer(), (), true, true);
+    for text in sent.iter().chain(&widen).chain([&stats, &copy, &scatter]).flatten() {
+        assert!(!text.contains("fma"), "{text}");
+    }
+}
+
+/// What the kernels must not be.
+#[cube(launch_unchecked)]
+fn joined(x: &mut [f32], m: f32) {
+    if UNIT_POS == 0 {
+        x[0] += m * x[1];
+    }
+}
+
+#[test]
+fn a_plain_product_and_sum_would_be_joined() {
+    let gpu = Gpu::open("software").unwrap();
+    for text in lowered!(gpu, joined::Joined, buffer(), ()) {
+        assert!(text.contains("fma"), "{text}");
+    }
+}
