@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import pathlib
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +39,13 @@ def _store(rank: int, ranks: int, ports: Any) -> dist.TCPStore:
 def _child(rank: int, ranks: int, ports: Any, out: pathlib.Path, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     atexit._clear()  # what is registered there is the parent's
     torch.set_num_threads(1)
+    with (out / f"{rank}.stacks").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        _run(rank, ranks, ports, out, run, arguments)
+        os._exit(0)
+
+
+def _run(rank: int, ranks: int, ports: Any, out: pathlib.Path, run: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
         dist.init_process_group("gloo", store=_store(rank, ranks, ports), rank=rank, world_size=ranks)
         result = ("ok", run(*arguments))
@@ -45,7 +54,6 @@ def _child(rank: int, ranks: int, ports: Any, out: pathlib.Path, run: Callable[.
     torch.save(result, out / f"{rank}.tmp")
     (out / f"{rank}.tmp").rename(out / f"{rank}.pt")
     atexit._run_exitfuncs()  # as at the end of a program, which a forked child does not have: a rank that gave up is heard
-    os._exit(0)
 
 
 class Job:
@@ -69,11 +77,23 @@ class Job:
                         self._children[rank].kill()
                     self._children[rank].join(limit)
                     if self._children[rank].is_alive():
-                        raise Failed(f"rank {rank} of {ranks} still ran after {limit} seconds")
+                        raise Failed(f"rank {rank} of {ranks} still ran after {limit} seconds\n{self._whereabouts()}")
             finally:
                 for child in self._children:
                     child.kill()
             return [_outcome(child, self._out / f"{rank}.pt") for rank, child in enumerate(self._children)]
+
+    def _whereabouts(self) -> str:
+        """Where ranks that run are, thread by thread, and what the others ended with."""
+        for child in self._children:
+            if child.is_alive():
+                os.kill(child.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        texts = []
+        for rank, child in enumerate(self._children):
+            text = (self._out / f"{rank}.stacks").read_text() if child.is_alive() else _outcome(child, self._out / f"{rank}.pt")
+            texts.append(f"rank {rank}: {text}")
+        return "\n".join(texts)
 
     def results(self, limit: float) -> list[Any]:
         """What every rank returned; raises what one of them raised."""

@@ -44,8 +44,10 @@ at::Tensor view(const at::Tensor& t) {
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [keep = t.storage()](void*) {}, t.options().device(at::kCPU));
 }
 
-// Does what is due, in order. Tensors are let go without the lock: the last reference to one may ask for the interpreter, whose
-// holder may be waiting for the lock.
+// Under the lock nobody asks for the interpreter, whose holder may be waiting for the lock. The second reference to a tensor that
+// Python knows, and the last one, do: tensors are put into a `Copy` and let go without it.
+
+// Does what is due, in order.
 template <class Due>
 void work_off(Due due) {
   std::vector<Copy> done;
@@ -100,8 +102,10 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   copies += down || up;
   if (non_blocking && (down || up)) {
     if (down) arrive();
+    Copy copy{0, down ? source.clone() : source, target, up};
     std::lock_guard guard(lock);
-    queue.push_back({++enqueued, down ? source.clone() : source, target, up});
+    copy.number = ++enqueued;
+    queue.push_back(std::move(copy));
     if (down && target.is_contiguous()) std::memset(target.data_ptr(), 0xA5, target.nbytes());
     return to;
   }
