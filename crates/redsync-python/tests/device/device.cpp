@@ -45,7 +45,7 @@ at::Tensor view(const at::Tensor& t) {
 }
 
 // Under the lock nobody asks for the interpreter, whose holder may be waiting for the lock. The second reference to a tensor that
-// Python knows, and the last one, do: tensors are put into a `Copy` and let go without it.
+// Python knows, and the last one, do: tensors are put into a `Copy`, returned and let go without it.
 
 // Does what is due, in order.
 template <class Due>
@@ -103,10 +103,12 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (non_blocking && (down || up)) {
     if (down) arrive();
     Copy copy{0, down ? source.clone() : source, target, up};
-    std::lock_guard guard(lock);
-    copy.number = ++enqueued;
-    queue.push_back(std::move(copy));
-    if (down && target.is_contiguous()) std::memset(target.data_ptr(), 0xA5, target.nbytes());
+    {
+      std::lock_guard guard(lock);
+      copy.number = ++enqueued;
+      queue.push_back(std::move(copy));
+      if (down && target.is_contiguous()) std::memset(target.data_ptr(), 0xA5, target.nbytes());
+    }
     return to;
   }
   if (down) wait_for(last()); else arrive();
