@@ -20,6 +20,18 @@ pub trait LayerCompressor: Send {
         workspace: &mut Workspace,
     ) -> Result<(), LayerError>;
 
+    /// The next call will accumulate this gradient, which was not fetched yet, in the same way: a device may begin with it. Comes for
+    /// several layers before the first of them is accumulated, so that all have begun before one is waited for.
+    fn announce(
+        &mut self,
+        _step: u64,
+        _source: &dyn Source,
+        _scale: f32,
+        _workspace: &mut Workspace,
+    ) -> Result<(), LayerError> {
+        Ok(())
+    }
+
     /// Chooses what to send at a step, and takes it out of the residual.
     fn select(
         &mut self,

@@ -15,12 +15,22 @@ pub struct Submitter {
     sizes: Arc<Vec<(String, usize)>>,
 }
 
+/// A layer of several that are handed over together; see [`Submitter::submit_together`].
+pub struct Handed {
+    /// Its number.
+    pub layer: usize,
+    /// Its gradient, if it has one at this step on this rank.
+    pub source: Option<Box<dyn Source>>,
+    /// What its update replaces, if anything.
+    pub target: Option<Box<dyn Target>>,
+}
+
 pub(crate) struct Inbox {
     pub step: u64,
     round: u64,
     pub arrived: Vec<bool>,
     pub loss_scale: Option<f32>,
-    pub gradients: Sender<Submitted>,
+    pub gradients: Sender<Vec<Submitted>>,
     /// The first failure; nothing works after it.
     pub failure: Option<String>,
 }
@@ -47,7 +57,7 @@ impl Inbox {
 }
 
 impl Submitter {
-    pub(crate) fn new(layers: &[Layer], gradients: Sender<Submitted>) -> Self {
+    pub(crate) fn new(layers: &[Layer], gradients: Sender<Vec<Submitted>>) -> Self {
         let sizes = layers.iter().map(|layer| (layer.name.clone(), layer.size)).collect();
         let arrived = vec![false; layers.len()];
         let inbox = Inbox { step: 0, round: 0, arrived, loss_scale: None, gradients, failure: None };
@@ -90,23 +100,37 @@ impl Submitter {
         source: Option<Box<dyn Source>>,
         target: Option<Box<dyn Target>>,
     ) -> Result<(), SyncError> {
+        self.submit_together(vec![Handed { layer, source, target }])
+    }
+
+    /// Hands over several layers at once, as a framework has them in a bucket. Layers on a device begin with all of them before
+    /// anything is waited for. After an error none was handed over.
+    pub fn submit_together(&self, handed: Vec<Handed>) -> Result<(), SyncError> {
         let mut inbox = self.inbox();
         inbox.check()?;
-        let Some((name, size)) = self.sizes.get(layer) else {
-            return Err(SyncError::Order(format!("there is no layer {layer}, only {}", self.sizes.len())));
-        };
         let (step, round, loss_scale) = (inbox.step, inbox.round, inbox.loss_scale);
-        if inbox.arrived[layer] {
-            return Err(SyncError::Order(format!("layer {name} was submitted twice at step {step}")));
+        let mut arrived = inbox.arrived.clone();
+        for Handed { layer, source, .. } in &handed {
+            let Some((name, size)) = self.sizes.get(*layer) else {
+                return Err(SyncError::Order(format!(
+                    "there is no layer {layer}, only {}",
+                    self.sizes.len()
+                )));
+            };
+            if std::mem::replace(&mut arrived[*layer], true) {
+                return Err(SyncError::Order(format!("layer {name} was submitted twice at step {step}")));
+            }
+            let got = source.as_ref().map_or(*size, |source| source.len());
+            if got != *size {
+                let why = redsync_core::Bad::Length { expected: *size, got };
+                return Err(redsync_core::LayerError { layer: name.clone(), step, why }.into());
+            }
         }
-        let got = source.as_ref().map_or(*size, |source| source.len());
-        if got != *size {
-            let why = redsync_core::Bad::Length { expected: *size, got };
-            return Err(redsync_core::LayerError { layer: name.clone(), step, why }.into());
-        }
+        inbox.arrived = arrived;
+        let submitted =
+            |Handed { layer, source, target }| Submitted { round, step, loss_scale, layer, source, target };
         // If the thread is gone it has reported why, and `finish` will say it.
-        let _ = inbox.gradients.send(Submitted { round, step, loss_scale, layer, source, target });
-        inbox.arrived[layer] = true;
+        let _ = inbox.gradients.send(handed.into_iter().map(submitted).collect());
         Ok(())
     }
 }

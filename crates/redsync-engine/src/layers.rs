@@ -37,6 +37,19 @@ impl Layers {
         }
     }
 
+    /// A gradient that is compressed next; see [`LayerCompressor::announce`].
+    pub fn announce(
+        &mut self,
+        layer: usize,
+        step: u64,
+        source: &dyn Source,
+        scale: f32,
+        workspace: &mut Workspace,
+    ) -> Result<(), LayerError> {
+        let compressor = self.compressors[layer].as_mut();
+        compressor.map_or(Ok(()), |compressor| compressor.announce(step, source, scale, workspace))
+    }
+
     /// Accumulates a gradient and chooses what to send of the sum.
     pub fn compress(
         &mut self,

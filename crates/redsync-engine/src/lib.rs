@@ -69,7 +69,7 @@ pub use config::{Choice, Config, Exchange, Figures, Method, Preset, Rest, SMALL,
 pub use error::SyncError;
 pub use hand_back::Gathered;
 pub use hosts::{Seat, host_of};
-pub use inbox::Submitter;
+pub use inbox::{Handed, Submitter};
 pub use layer::{Kind, Layer};
 pub use local::Local;
 pub use optimizer::Optimizer;

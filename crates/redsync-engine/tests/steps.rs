@@ -5,11 +5,11 @@
 mod common;
 
 use common::{Replica, assert_close, bits, config, dense_sgd, everything, gradient, layers, run};
-use redsync_core::{Compressor, Gradient, Momentum, Sparse, Unfit, Workspace};
+use redsync_core::{Compressor, Gradient, LayerError, Momentum, Sparse, Unfit, Workspace};
 use redsync_engine::state::LayerState;
 use redsync_engine::{
-    Config, Device, Exchange, Finished, Host, Kind, Layer, LayerCompressor, Method, Source, SyncError,
-    Synchronizer, Target, TargetError, Update, WarmUp,
+    Config, Device, Exchange, Finished, Handed, Host, Kind, Layer, LayerCompressor, Method, Source,
+    SyncError, Synchronizer, Target, TargetError, Update, WarmUp,
 };
 use std::sync::{Arc, Mutex};
 
@@ -302,9 +302,18 @@ impl Source for Remote {
 }
 
 /// Compresses gradients that only it can read, with the host's own compressor behind it.
-struct Elsewhere;
+#[derive(Default)]
+struct Elsewhere(Arc<Mutex<Vec<Call>>>);
 
-struct Far(Compressor);
+/// What a layer, by its number, was asked to do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Call {
+    Announce(u32),
+    Accumulate(u32),
+}
+
+/// Such a layer, what became of a gradient that was announced, and where calls are noted.
+struct Far(Compressor, Option<Result<(), LayerError>>, Arc<Mutex<Vec<Call>>>);
 
 impl Device for Elsewhere {
     fn compressor(
@@ -313,22 +322,44 @@ impl Device for Elsewhere {
         layer: &Layer,
         config: redsync_core::Config,
     ) -> Result<Box<dyn LayerCompressor>, redsync_core::ConfigError> {
-        Ok(Box::new(Far(Compressor::new(number, &layer.name, layer.size, config)?)))
+        Ok(Box::new(Far(Compressor::new(number, &layer.name, layer.size, config)?, None, self.0.clone())))
     }
 }
 
+fn remote(source: &dyn Source) -> &Remote {
+    let any: &dyn std::any::Any = source;
+    any.downcast_ref().unwrap()
+}
+
 impl LayerCompressor for Far {
+    fn announce(
+        &mut self,
+        step: u64,
+        source: &dyn Source,
+        scale: f32,
+        workspace: &mut Workspace,
+    ) -> Result<(), LayerError> {
+        assert!(!remote(source).fetched);
+        self.2.lock().unwrap().push(Call::Announce(self.0.layer()));
+        let gradient = Gradient::F32(&remote(source).values);
+        self.1 = Some(self.0.accumulate(step, gradient, scale, workspace));
+        Ok(())
+    }
+
     fn accumulate(
         &mut self,
         step: u64,
         source: &dyn Source,
         scale: f32,
         workspace: &mut Workspace,
-    ) -> Result<(), redsync_core::LayerError> {
-        let any: &dyn std::any::Any = source;
-        let remote = any.downcast_ref::<Remote>().unwrap();
+    ) -> Result<(), LayerError> {
+        let remote = remote(source);
         assert!(remote.fetched);
-        self.0.accumulate(step, Gradient::F32(&remote.values), scale, workspace)
+        self.2.lock().unwrap().push(Call::Accumulate(self.0.layer()));
+        match self.1.take() {
+            Some(done) => done,
+            None => self.0.accumulate(step, Gradient::F32(&remote.values), scale, workspace),
+        }
     }
 
     fn select(
@@ -336,7 +367,7 @@ impl LayerCompressor for Far {
         step: u64,
         message: &mut Sparse,
         workspace: &mut Workspace,
-    ) -> Result<(), redsync_core::LayerError> {
+    ) -> Result<(), LayerError> {
         LayerCompressor::select(&mut self.0, step, message, workspace)
     }
 
@@ -430,7 +461,8 @@ fn a_device_of_its_own_gives_the_same_updates() {
         run(2, move |rank, comm| {
             let config = undoing(Method::RgcAsq);
             let mut weights = vec![1f32; 500];
-            let device: &dyn Device = if far { &Elsewhere } else { &Host };
+            let elsewhere = Elsewhere::default();
+            let device: &dyn Device = if far { &elsewhere } else { &Host };
             let mut sync = Synchronizer::on(device, one_layer(), config, comm).unwrap();
             for step in 0..6 {
                 let values = gradient(rank, step, 0, 500);
@@ -445,6 +477,87 @@ fn a_device_of_its_own_gives_the_same_updates() {
         })
     };
     assert_eq!(weights(true), weights(false));
+}
+
+/// Three layers whose gradients are remote; one of them, if wanted, is not finite at its first element.
+fn together(rank: usize, step: u64, spoilt: Option<usize>) -> Vec<Handed> {
+    let gradient = |layer: usize| {
+        let mut values = gradient(rank, step, layer, 500);
+        if spoilt == Some(layer) {
+            values[0] = f32::INFINITY;
+        }
+        Box::new(Remote { values, fetched: false })
+    };
+    (0..3).map(|layer| Handed { layer, source: Some(gradient(layer)), target: None }).collect()
+}
+
+fn three_layers() -> Vec<Layer> {
+    ["one", "two", "three"].map(|name| Layer::new(name, 500, Kind::Weight)).to_vec()
+}
+
+#[test]
+fn devices_begin_with_all_that_comes_together() {
+    use Call::{Accumulate, Announce};
+    let trained = |at_once: bool| {
+        run(2, move |rank, comm| {
+            let elsewhere = Elsewhere::default();
+            let config = undoing(Method::RgcAsq);
+            let mut sync = Synchronizer::on(&elsewhere, three_layers(), config, comm).unwrap();
+            let mut weights = vec![vec![1f32; 500]; 3];
+            for step in 0..6 {
+                let mut handed = together(rank, step, None);
+                match at_once {
+                    true => sync.submitter().submit_together(handed).unwrap(),
+                    false => handed
+                        .drain(..)
+                        .for_each(|layer| sync.submitter().submit_together(vec![layer]).unwrap()),
+                }
+                sync.finish().unwrap();
+                (0..3).for_each(|layer| sync.apply(layer, &mut weights[layer], 0.1).unwrap());
+            }
+            let calls = std::mem::take(&mut *elsewhere.0.lock().unwrap());
+            let (one, all) = ([0, 1, 2].map(Accumulate), [0, 1, 2].map(Announce));
+            let expected = if at_once { [all, one].concat() } else { one.to_vec() };
+            assert!(calls.chunks(expected.len()).all(|step| step == expected), "{calls:?}");
+            bits(&weights)
+        })
+    };
+    assert_eq!(trained(true), trained(false));
+}
+
+#[test]
+fn what_was_begun_is_taken_back_with_the_step() {
+    for spoilt in 0..3 {
+        run(2, move |rank, comm| {
+            let elsewhere = Elsewhere::default();
+            let mut sync = Synchronizer::on(&elsewhere, three_layers(), undoing(Method::Rgc), comm).unwrap();
+            let mut step = |step: u64, spoilt: Option<usize>| {
+                sync.set_loss_scale(Some(64.0)).unwrap();
+                sync.submitter().submit_together(together(rank, step, spoilt)).unwrap();
+                let finished = sync.finish().unwrap();
+                (finished, sync.capture(0, Vec::new()).unwrap().layers)
+            };
+            step(0, None);
+            let (_, before) = step(1, None);
+            let (finished, after) = step(2, (rank == 1).then_some(spoilt));
+            assert_eq!((finished, &after), (Finished::Overflowed, &before));
+            assert_eq!(step(3, None).0, Finished::Done);
+        });
+    }
+}
+
+#[test]
+fn of_what_comes_together_all_is_taken_or_nothing() {
+    run(1, |_, comm| {
+        let mut sync =
+            Synchronizer::on(&Elsewhere::default(), three_layers(), undoing(Method::Rgc), comm).unwrap();
+        let twice =
+            || together(0, 0, None).into_iter().chain(together(0, 0, None).into_iter().take(1)).collect();
+        let refused = sync.submitter().submit_together(twice()).unwrap_err();
+        assert_eq!(refused.to_string(), "layer one was submitted twice at step 0");
+        sync.submitter().submit_together(together(0, 0, None)).unwrap();
+        sync.finish().unwrap();
+    });
 }
 
 #[test]

@@ -64,6 +64,15 @@ fn sought(Seek { phase, floor, capacity }: Seek) -> (&'static str, f32, usize) {
     (name(phase), floor, capacity)
 }
 
+/// What a pass does, as Python takes it.
+fn rule(pass: &Pass) -> (&'static str, f32, f32, f32) {
+    let form = match pass.momentum {
+        Momentum::Nesterov(_) => "nesterov",
+        _ => "plain",
+    };
+    (form, pass.momentum.coefficient(), pass.scale, pass.carry)
+}
+
 /// Bytes from Python as numbers of four bytes.
 fn numbers(tensor: &Tensor) -> Result<impl Iterator<Item = u32> + '_, DeviceError> {
     let bytes = tensor.bytes().ok_or_else(|| wrong("numbers"))?;
@@ -82,11 +91,11 @@ fn take(found: &mut Found, (count, words): (usize, Option<Tensor>)) -> Result<()
     Ok(())
 }
 
-/// A gradient on a device, and the moment from which it can be read.
+/// A gradient on a device, and the bucket with which it came.
 fn on_device(source: &dyn Source) -> Result<(&Py<PyAny>, &Py<PyAny>), DeviceError> {
     let any: &dyn Any = source;
     match any.downcast_ref() {
-        Some(Given::There { flat, ready, .. }) => Ok((flat, ready)),
+        Some(Given::There(piece, _)) => Ok((&piece.flat, &piece.bucket)),
         _ => Err(DeviceError("its gradient is not where its residual is".into())),
     }
 }
@@ -108,6 +117,12 @@ impl Kernels for There {
         Python::attach(|py| self.0.call_method0(py, "make_u")).map(drop).map_err(failed)
     }
 
+    fn announce(&mut self, source: &dyn Source, pass: &Pass, seek: Option<Seek>) -> Result<(), DeviceError> {
+        let (flat, bucket) = on_device(source)?;
+        let arguments = (flat, bucket, rule(pass), pass.save, seek.map(sought));
+        Python::attach(|py| self.0.call_method1(py, "announce", arguments)).map(drop).map_err(failed)
+    }
+
     fn accumulate(
         &mut self,
         source: &dyn Source,
@@ -115,14 +130,9 @@ impl Kernels for There {
         seek: Option<Seek>,
         found: &mut Found,
     ) -> Result<bool, DeviceError> {
-        let (flat, ready) = on_device(source)?;
-        let form = match pass.momentum {
-            Momentum::Nesterov(_) => "nesterov",
-            _ => "plain",
-        };
-        let does = (form, pass.momentum.coefficient(), pass.scale, pass.carry);
+        let (flat, bucket) = on_device(source)?;
+        let arguments = (flat, bucket, rule(pass), pass.save, seek.map(sought));
         let done = Python::attach(|py| {
-            let arguments = (flat, ready, does, pass.save, seek.map(sought));
             self.0.call_method1(py, "accumulate", arguments)?.extract::<(bool, (usize, Option<Tensor>))>(py)
         });
         let (finite, what) = done.map_err(failed)?;
@@ -219,8 +229,8 @@ impl Kernels for There {
     }
 
     fn gradient(&self, source: &dyn Source) -> Result<Vec<f32>, DeviceError> {
-        let (flat, ready) = on_device(source)?;
-        let read = Python::attach(|py| self.0.call_method1(py, "gradient", (flat, ready))?.extract(py));
+        let (flat, bucket) = on_device(source)?;
+        let read = Python::attach(|py| self.0.call_method1(py, "gradient", (flat, bucket))?.extract(py));
         copied(&read.map_err(failed)?)
     }
 

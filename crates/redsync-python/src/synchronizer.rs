@@ -7,13 +7,15 @@ use crate::failure::{raise, refuse};
 use crate::memory::Tensor;
 use crate::settings::{self, Parameter, Rule, Settings};
 use crate::state::{Dict, State};
-use crate::tensor::{Given, Wanted};
+use crate::tensor::{Given, Piece, Wanted};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use redsync_comm::Communicator;
 use redsync_engine::cost::Compute;
 use redsync_engine::state::Saved;
-use redsync_engine::{self as engine, Figures, Finished, Method, Stage, SyncError, Traffic, measure};
+use redsync_engine::{
+    self as engine, Figures, Finished, Handed, Method, Source, Stage, SyncError, Traffic, measure,
+};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Of one layer at the last step: elements and bytes that were sent, milliseconds of compressing.
@@ -164,36 +166,28 @@ impl Synchronizer {
         Ok((gathered.steps, gathered.rate))
     }
 
-    /// Hands over the gradient of a parameter, whose place the averaged one takes. `used` is false where this rank has none, `whole`
-    /// whether the host needs all of it.
-    #[pyo3(signature = (layer, flat, used, staging=None, ready=None, whole=true))]
-    #[expect(clippy::too_many_arguments, reason = "Python names them")]
+    /// Hands over gradients that were computed together, whose places the averaged ones take: the parameter, its gradient, and whether
+    /// this rank has one. What is on a device comes with its `bucket`, which knows what of it the host needs.
+    #[pyo3(signature = (parts, bucket=None))]
     fn submit(
         &self,
         py: Python<'_>,
-        layer: usize,
-        flat: Bound<'_, PyAny>,
-        used: bool,
-        staging: Option<Py<PyAny>>,
-        ready: Option<Py<PyAny>>,
-        whole: bool,
+        parts: Vec<(usize, Bound<'_, PyAny>, bool)>,
+        bucket: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let (given, wanted) = match staging {
-            None => (Given::Here(flat.extract()?), Wanted::Here(flat.extract()?)),
-            Some(staging) => {
-                let len = flat.call_method0("numel")?.extract()?;
-                let (flat, ready) = (flat.unbind(), ready.unwrap_or_else(|| py.None()));
-                let (there, then) = (flat.clone_ref(py), ready.clone_ref(py));
-                let wanted =
-                    Wanted::There { layer, len, flat: there, ready: then, staging: staging.clone_ref(py) };
-                (Given::There { layer, len, flat, ready, staging, whole, host: None }, wanted)
-            }
-        };
-        let handed = match used {
-            true => self.submitter.submit_into(layer, given, wanted),
-            false => self.submitter.skip_into(layer, wanted),
-        };
-        handed.map_err(|error| raise(py, error))
+        let mut handed = Vec::with_capacity(parts.len());
+        for (layer, flat, used) in parts {
+            let (given, wanted) = match &bucket {
+                None => (Given::Here(flat.extract()?), Wanted::Here(flat.extract()?)),
+                Some(bucket) => {
+                    let piece = || Piece::new(layer, &flat, bucket);
+                    (Given::There(piece()?, None), Wanted::There(piece()?))
+                }
+            };
+            let source = used.then(|| -> Box<dyn Source> { Box::new(given) });
+            handed.push(Handed { layer, source, target: Some(Box::new(wanted)) });
+        }
+        self.submitter.submit_together(handed).map_err(|error| raise(py, error))
     }
 
     /// Waits until all gradients are averaged. False if one was not finite, and the loss was scaled: the step was taken back then.

@@ -3,49 +3,64 @@
 //! memory that the package's staging provides, and of an update only what is not zero goes back.
 
 use crate::memory::{Tensor, lent};
+use pyo3::call::PyCallArgs;
 use pyo3::prelude::*;
 use redsync_core::apply::{self, ApplyError};
 use redsync_core::{Gradient, Sparse, Workspace};
 use redsync_engine::{Source, Target, TargetError, Update};
 
+/// Elements of a bucket on a device: the layer's number, how many they are, and what the package has of them.
+pub struct Piece {
+    layer: usize,
+    len: usize,
+    pub flat: Py<PyAny>,
+    pub bucket: Py<PyAny>,
+}
+
+impl Piece {
+    pub fn new(layer: usize, flat: &Bound<'_, PyAny>, bucket: &Py<PyAny>) -> PyResult<Piece> {
+        let len = flat.call_method0("numel")?.extract()?;
+        Ok(Piece { layer, len, flat: flat.clone().unbind(), bucket: bucket.clone_ref(flat.py()) })
+    }
+
+    /// Calls a method of the bucket.
+    fn call<'py, A: PyCallArgs<'py>>(
+        &self,
+        py: Python<'py>,
+        name: &str,
+        arguments: A,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        self.bucket.bind(py).call_method1(name, arguments)
+    }
+}
+
 /// Elements of a bucket on their way to the compressor.
 pub enum Given {
     /// On the host.
     Here(Tensor),
-    /// On a device: the number of the layer, its elements, the moment from which they can be read, the way to the host, and whether
-    /// it is taken.
-    There {
-        layer: usize,
-        len: usize,
-        flat: Py<PyAny>,
-        ready: Py<PyAny>,
-        staging: Py<PyAny>,
-        whole: bool,
-        host: Option<Tensor>,
-    },
+    /// On a device, and on the host as well where all of them are needed there.
+    There(Piece, Option<Tensor>),
 }
 
 impl Source for Given {
     fn len(&self) -> usize {
         match self {
             Given::Here(tensor) => tensor.len(),
-            Given::There { len, .. } => *len,
+            Given::There(piece, _) => piece.len,
         }
     }
 
     fn fetch(&mut self) -> Result<(), String> {
-        let Given::There { layer, flat, ready, staging, whole: true, host, .. } = self else { return Ok(()) };
-        let fetched = Python::attach(|py| {
-            staging.bind(py).call_method1("fetch", (*layer, flat.bind(py), ready.bind(py)))?.extract()
-        });
-        *host = Some(fetched.map_err(|error: PyErr| error.to_string())?);
+        let Given::There(piece, host) = self else { return Ok(()) };
+        let fetched = Python::attach(|py| piece.call(py, "fetch", (piece.layer,))?.extract());
+        *host = fetched.map_err(|error: PyErr| error.to_string())?;
         Ok(())
     }
 
     fn host(&self) -> Option<Gradient<'_>> {
         match self {
             Given::Here(tensor) => tensor.gradient(),
-            Given::There { host, .. } => host.as_ref()?.gradient(),
+            Given::There(_, host) => host.as_ref()?.gradient(),
         }
     }
 }
@@ -54,8 +69,8 @@ impl Source for Given {
 pub enum Wanted {
     /// On the host.
     Here(Tensor),
-    /// On a device; see [`Given::There`].
-    There { layer: usize, len: usize, flat: Py<PyAny>, ready: Py<PyAny>, staging: Py<PyAny> },
+    /// On a device.
+    There(Piece),
 }
 
 impl Target for Wanted {
@@ -65,31 +80,25 @@ impl Target for Wanted {
     }
 
     fn fill(&mut self, update: Update<'_>, scale: f32, workspace: &mut Workspace) -> Result<(), TargetError> {
-        let Wanted::There { layer, len, flat, ready, staging } = self else {
-            let Wanted::Here(tensor) = self else { return Ok(()) };
-            return fill(tensor, update, scale, workspace);
+        let piece = match self {
+            Wanted::Here(tensor) => return fill(tensor, update, scale, workspace),
+            Wanted::There(piece) => piece,
         };
         let lost = |error: PyErr| TargetError::Device(error.to_string());
         if let Update::Sparse(messages) = update
-            && DENSE_FROM * messages.iter().map(Sparse::len).sum::<usize>() < *len
+            && DENSE_FROM * messages.iter().map(Sparse::len).sum::<usize>() < piece.len
         {
-            let (indices, values) = merged(messages, *len, scale)?;
+            let (indices, values) = merged(messages, piece.len, scale)?;
             let stored = Python::attach(|py| {
-                let elements = (lent(py, &indices)?, lent(py, &values)?);
-                staging
-                    .bind(py)
-                    .call_method1("scatter", (*layer, flat.bind(py), ready.bind(py), elements.0, elements.1))
-                    .map(drop)
+                let (indices, values) = (lent(py, &indices)?, lent(py, &values)?);
+                piece.call(py, "scatter", (piece.layer, &piece.flat, indices, values)).map(drop)
             });
             return stored.map_err(lost);
         }
-        let target = Python::attach(|py| {
-            staging.bind(py).call_method1("target", (*layer, flat.bind(py)))?.extract::<Tensor>()
-        });
+        let target =
+            Python::attach(|py| piece.call(py, "target", (piece.layer, &piece.flat))?.extract::<Tensor>());
         fill(&mut target.map_err(lost)?, update, scale, workspace)?;
-        let stored = Python::attach(|py| {
-            staging.bind(py).call_method1("store", (*layer, flat.bind(py), ready.bind(py))).map(drop)
-        });
+        let stored = Python::attach(|py| piece.call(py, "store", (piece.layer, &piece.flat)).map(drop));
         stored.map_err(lost)
     }
 }

@@ -97,6 +97,21 @@ impl<K: Kernels> LayerCompressor for Offloaded<K> {
         Ok(())
     }
 
+    fn announce(
+        &mut self,
+        step: u64,
+        source: &dyn Source,
+        scale: f32,
+        workspace: &mut Workspace,
+    ) -> Result<(), LayerError> {
+        let look = self.sender.look(step, scale, workspace)?;
+        if source.len() != self.sender.len() {
+            return Ok(()); // it will be refused
+        }
+        let (pass, seek) = self.residual.pass(scale, &look, self.sender.config().undo);
+        self.residual.kernels.announce(source, &pass, seek).map_err(|e| self.failed(step, e))
+    }
+
     fn select(
         &mut self,
         step: u64,

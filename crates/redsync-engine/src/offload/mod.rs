@@ -99,6 +99,12 @@ pub trait Kernels: Send {
     /// Makes a u of zeros; there is none before.
     fn make_u(&mut self) -> Result<(), DeviceError>;
 
+    /// The next call will be [`Kernels::accumulate`] with the same arguments: the pass may begin. Comes for several layers before the
+    /// first of them is accumulated, so that what all of them found can be had at once.
+    fn announce(&mut self, _: &dyn Source, _: &Pass, _: Option<Seek>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Accumulates a gradient, which is of the layer's length, by a rule, and finds what is sought in the new v, in the same pass. A
     /// source in the memory of the host is copied to the device. Returns whether every element of the new v is finite; what was
     /// found means nothing if not.

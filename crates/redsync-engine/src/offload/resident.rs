@@ -67,10 +67,8 @@ impl<K: Kernels> Resident<K> {
         undo: bool,
         workspace: &mut Workspace,
     ) -> Result<Result<(), Bad>, DeviceError> {
-        let Look { carry, phase, wanted, .. } = *look;
-        let save = undo || self.n <= COPIED;
-        let pass = Pass { momentum: self.momentum, scale, carry, save };
-        let seek = wanted.collects().then(|| self.seek(phase, wanted.floor, wanted.keep));
+        let Look { phase, wanted, .. } = *look;
+        let (pass, seek) = self.pass(scale, look, undo);
         (self.undoable, self.handed_out) = (false, false);
         let finite = self.kernels.accumulate(source, &pass, seek, &mut self.found)?;
         if !finite {
@@ -85,6 +83,13 @@ impl<K: Kernels> Resident<K> {
             workspace.put_stats(self.kernels.stats(phase)?.into_iter());
         }
         Ok(Ok(()))
+    }
+
+    /// What the device does to accumulate, and looks for meanwhile.
+    pub fn pass(&self, scale: f32, look: &Look, undo: bool) -> (Pass, Option<Seek>) {
+        let Look { carry, phase, wanted, .. } = *look;
+        let pass = Pass { momentum: self.momentum, scale, carry, save: undo || self.n <= COPIED };
+        (pass, wanted.collects().then(|| self.seek(phase, wanted.floor, wanted.keep)))
     }
 
     fn seek(&self, phase: Phase, floor: f32, keep: usize) -> Seek {

@@ -185,7 +185,8 @@ impl Arrived {
 
 /// The threads of a synchronizer, and the ends of their channels.
 pub(crate) struct Threads {
-    pub gradients: Sender<Submitted>,
+    /// What came together is sent together.
+    pub gradients: Sender<Vec<Submitted>>,
     pub outcomes: Receiver<Outcome>,
     pub handles: Vec<JoinHandle<()>>,
 }

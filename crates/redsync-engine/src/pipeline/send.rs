@@ -40,6 +40,8 @@ pub(super) struct Send {
     place: Vec<(usize, usize)>,
     /// For each layer, whether it has a gradient at this step.
     present: Vec<bool>,
+    /// For each layer, whether its device has begun with it.
+    announced: Vec<bool>,
     next: usize,
     round: Option<u64>,
     step: u64,
@@ -69,6 +71,7 @@ impl Send {
             buffers: Vec::new(),
             place: vec![(0, 0); layers],
             present: vec![false; layers],
+            announced: vec![false; layers],
             next: 0,
             round: None,
             step: 0,
@@ -80,9 +83,9 @@ impl Send {
     }
 
     /// Runs until the synchronizer is dropped or something fails.
-    pub fn run(mut self, gradients: Receiver<Submitted>) {
-        for submitted in gradients {
-            if let Err(error) = self.take(submitted) {
+    pub fn run(mut self, gradients: Receiver<Vec<Submitted>>) {
+        for together in gradients {
+            if let Err(error) = self.take_all(together) {
                 self.shared.comm.give_up(&error.to_string());
                 let _ = self.outcomes.send(Err(error));
                 return;
@@ -90,12 +93,41 @@ impl Send {
         }
     }
 
-    fn take(&mut self, submitted: Submitted) -> Result<(), SyncError> {
-        let Submitted { round, step, loss_scale, layer, mut source, target } = submitted;
+    /// Layers that were handed over together.
+    fn take_all(&mut self, together: Vec<Submitted>) -> Result<(), SyncError> {
+        let Some(&Submitted { round, step, loss_scale, .. }) = together.first() else { return Ok(()) };
         if self.round != Some(round) {
             self.begin(step, loss_scale);
             self.round = Some(round);
         }
+        self.announce(&together)?;
+        together.into_iter().try_for_each(|submitted| self.take(submitted))
+    }
+
+    /// Lets devices begin with all of several layers, if they will be compressed as they are.
+    fn announce(&mut self, together: &[Submitted]) -> Result<(), LayerError> {
+        let Shared { config, hosts, compressed, .. } = &*self.shared;
+        if together.len() < 2 || self.void || hosts.is_some() || config.clip.is_some() {
+            return Ok(());
+        }
+        let (step, scale) = (self.step, self.scale(1.0));
+        for Submitted { layer, source, .. } in together {
+            let Some(source) = source.as_deref().filter(|_| self.groups[self.place[*layer].0].sparse) else {
+                continue;
+            };
+            lock(compressed).announce(*layer, step, source, scale, &mut self.workspace)?;
+            self.announced[*layer] = true;
+        }
+        Ok(())
+    }
+
+    /// What a gradient is multiplied with, given the factor of clipping.
+    fn scale(&self, factor: f32) -> f32 {
+        factor / (self.shared.comm.size() as f32 * self.loss_scale.unwrap_or(1.0))
+    }
+
+    fn take(&mut self, submitted: Submitted) -> Result<(), SyncError> {
+        let Submitted { layer, mut source, target, .. } = submitted;
         self.targets[layer] = target;
         if let Some(source) = &mut source {
             let failed = |reason| SyncError::Source { layer: self.shared.layers[layer].name.clone(), reason };
@@ -137,6 +169,7 @@ impl Send {
         (self.step, self.stage, self.next) = (step, stage, 0);
         (self.loss_scale, self.void) = (loss_scale, false);
         self.held.fill_with(|| None);
+        self.announced.fill(false);
         self.missing = self.groups.iter().map(|group| group.layers.len()).collect();
         self.buffers.clear();
         for (number, group) in self.groups.iter().enumerate() {
@@ -199,7 +232,7 @@ impl Send {
         factor: f32,
     ) -> Result<(), SyncError> {
         let begin = Instant::now();
-        let scale = factor / (self.shared.comm.size() as f32 * self.loss_scale.unwrap_or(1.0));
+        let scale = self.scale(factor);
         let (group, offset) = self.place[layer];
         self.stats[layer] = LayerStats::default();
         match (self.groups[group].sparse, &self.shared.hosts) {
@@ -218,9 +251,10 @@ impl Send {
         Ok(())
     }
 
-    /// The message of a layer.
+    /// The message of a layer. What a device has begun with is finished also at a step that will be taken back.
     fn compress(&mut self, layer: usize, source: Option<&dyn Source>, scale: f32) -> Result<(), SyncError> {
-        let source = source.filter(|_| !self.void).map(|source| (source, scale));
+        let wanted = !self.void || self.announced[layer];
+        let source = source.filter(|_| wanted).map(|source| (source, scale));
         let message = &mut self.messages[layer];
         let step = Step { number: self.step, stage: self.stage };
         if let Err(error) = compress(&self.shared, step, layer, source, message, &mut self.workspace) {

@@ -54,6 +54,8 @@ pub struct Pair<'a, B: Bench> {
     workspaces: [Workspace; 2],
     messages: [Sparse; 2],
     step: u64,
+    /// Every other gradient is announced.
+    announces: bool,
 }
 
 impl<'a, B: Bench> Pair<'a, B> {
@@ -70,6 +72,7 @@ impl<'a, B: Bench> Pair<'a, B> {
             workspaces: [Workspace::new(1), Workspace::new(1)],
             messages: [Sparse::new(), Sparse::new()],
             step: 0,
+            announces: false,
         }
     }
 
@@ -77,7 +80,12 @@ impl<'a, B: Bench> Pair<'a, B> {
     pub fn accumulate(&mut self, gradient: &Far, scale: f32) -> bool {
         let [ours, theirs] = &mut self.workspaces;
         let host = self.host.accumulate(self.step, gradient.values(), scale, ours);
-        let device = self.device.accumulate(self.step, &*self.bench.source(gradient), scale, theirs);
+        let source = self.bench.source(gradient);
+        if self.announces {
+            self.device.announce(self.step, &*source, scale, theirs).unwrap();
+        }
+        self.announces = !self.announces;
+        let device = self.device.accumulate(self.step, &*source, scale, theirs);
         let words = |e: &redsync_core::LayerError| e.to_string();
         assert_eq!(host.as_ref().map_err(words), device.as_ref().map_err(words));
         host.is_ok()

@@ -14,6 +14,8 @@ pub struct Plain {
     v: Vec<f32>,
     saved: Option<(Option<Vec<f32>>, Vec<f32>)>,
     listed: Vec<u32>,
+    /// What a pass that was announced has found, and whether v is finite.
+    begun: Option<(Pass, Option<Seek>, Found, bool)>,
     /// Bytes that were copied, either way.
     pub copied: Cell<usize>,
     /// Passes over v that were not the accumulating one.
@@ -77,6 +79,13 @@ impl Kernels for Plain {
         Ok(())
     }
 
+    fn announce(&mut self, source: &dyn Source, pass: &Pass, seek: Option<Seek>) -> Result<(), DeviceError> {
+        let mut found = Found::default();
+        let finite = self.accumulate(source, pass, seek, &mut found)?;
+        self.begun = Some((*pass, seek, found, finite));
+        Ok(())
+    }
+
     fn accumulate(
         &mut self,
         source: &dyn Source,
@@ -84,6 +93,11 @@ impl Kernels for Plain {
         seek: Option<Seek>,
         found: &mut Found,
     ) -> Result<bool, DeviceError> {
+        if let Some((announced, sought, begun, finite)) = self.begun.take() {
+            assert_eq!((announced, sought), (*pass, seek));
+            *found = begun;
+            return Ok(finite);
+        }
         let gradient = values_of(source);
         self.saved = pass.save.then(|| (self.u.clone(), self.v.clone()));
         for (i, v) in self.v.iter_mut().enumerate() {

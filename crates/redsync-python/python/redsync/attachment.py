@@ -114,10 +114,14 @@ class Attachment:
             self._group.give_up(problem)
             raise UsageError(problem) from None
 
-    def _submit(self, number: int, flat: torch.Tensor, used: bool, ready: torch.Event | None, sparse: bool) -> None:
-        """Hands a gradient over. The host needs all of one that it compresses or clips, or that is dense at this step."""
-        resident = self._residents is not None and number in self._residents.layers
-        self._sync.submit(number, flat, used, self._staging, ready, not (resident and sparse) or self._clips)
+    def _submit(self, parts: Sequence[tuple[int, torch.Tensor, bool]], sparse: bool) -> None:
+        """Hands gradients over that were computed together, each with the number of its parameter and whether it was used. The
+        host needs all of those that it compresses or clips, or that are dense at this step."""
+        bucket = None
+        if self._staging is not None:
+            there = self._residents.layers if self._residents is not None and sparse and not self._clips else {}
+            bucket = self._staging.bucket({number: flat for number, flat, used in parts if used and number not in there})
+        self._sync.submit(parts, bucket)
 
     def _enter(self, model: torch.nn.Module) -> None:
         """Everything is made: `of` finds it from now on, until the model goes."""

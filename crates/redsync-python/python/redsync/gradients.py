@@ -90,13 +90,12 @@ class Gradients(Attachment):
             raise UsageError("sparse gradients cannot be compressed; make embeddings with sparse=False")
         devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        ready = self._staging.mark() if self._staging is not None else None
         with self._guarded():
-            for number, flat in self._parts(bucket, buffer):
-                used = self._unused is None or number not in self._unused
-                self._submit(number, flat, used, ready, self._sparse)
-                if self._scaler is not None:
-                    self._flats.append(flat)
+            unused = self._unused or ()
+            parts = [(number, flat, number not in unused) for number, flat in self._parts(bucket, buffer)]
+            self._submit(parts, self._sparse)
+            if self._scaler is not None:
+                self._flats += [flat for _, flat, _ in parts]
         self._buckets.append((buffer, future))
         if bucket.is_last():
             # Here, and not at the end of the backward pass: nothing that DDP needs is left to be computed, and where it delays its

@@ -100,9 +100,8 @@ class LocalSteps(Attachment):
         for difference, shared, p in zip(found, self._shared, self._parameters):
             torch.sub(shared.to(p.dtype).to(torch.float32), p, out=difference)
         with self._guarded():
-            ready, sparse = self._staging.mark() if self._staging is not None else None, self._sync.density is not None
-            for number in reversed(range(len(found))):
-                self._submit(number, state.flat(found[number]), True, ready, sparse)
+            parts = [(number, state.flat(difference), True) for number, difference in enumerate(found)]
+            self._submit(parts[::-1], sparse=self._sync.density is not None)
             self._sync.finish()
         if self._staging is not None:
             self._staging.synchronize()

@@ -2,16 +2,27 @@
 
 Comes in: a piece of DDP's bucket, and what the engine wants to know. Goes out: candidates, through memory of the host. What must
 hold: everything happens on the stream of the `Staging`, in order; memory of the host is read only after an event, and rewritten
-only after what was to be sent from it is gone; the usual step waits once.
+only after what was to be sent from it is gone; the usual step of a bucket of layers waits once.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from .operations import How, Operations, Pass, Phase, Sent
 from .stream import Stream
 
+if TYPE_CHECKING:
+    from ..staging import Bucket
+
+Rule = tuple[str, float, float, float]
+"""The form of the momentum, its coefficient, and what multiplies the gradient and v."""
+Seek = tuple[Phase, float, int]
+"""The signs that compete, a floor, and how many elements above it can be handed out."""
+NOTHING: Seek = ("both", float("inf"), 0)
+"""What is sought where nothing is."""
 Found = tuple[int, torch.Tensor | None]
 """How many elements were found; if there was room for them their words, as bytes of the host, good until the next call."""
 
@@ -28,6 +39,7 @@ class Layer:
         self._saved: tuple[torch.Tensor | None, torch.Tensor] | None = None
         self._usual: dict[Phase, int] = {}
         self._handed = 0
+        self._begun: tuple[Rule, bool, Seek | None] | None = None
         self._down, self._up = stream.mail(), stream.mail()
 
     def make_u(self) -> None:
@@ -37,52 +49,64 @@ class Layer:
             if self._saved is not None:
                 self._saved = torch.zeros_like(self._v), self._saved[1]
 
-    def accumulate(
-        self,
-        flat: torch.Tensor,
-        ready: torch.Event,
-        does: tuple[str, float, float, float],
-        save: bool,
-        seek: tuple[Phase, float, int] | None,
-    ) -> tuple[bool, Found]:
-        """Adds a gradient, by a rule; whether v is finite then, and what was sought in it."""
+    def announce(self, flat: torch.Tensor, bucket: Bucket, does: Rule, save: bool, seek: Seek | None) -> None:
+        """Begins with what `accumulate` is asked for next, in the same words; what is found comes with that of all its bucket."""
         form, *numbers = does
-        phase, floor, capacity = seek or ("both", float("inf"), 0)
+        phase, floor, capacity = seek or NOTHING
         with self._stream:
-            self._stream.wait_for(ready)
+            self._stream.wait_for(bucket.ready)
             if save and self._saved is None:
                 self._saved = None if self._u is None else torch.empty_like(self._u), torch.empty_like(self._v)
             room = self._room(capacity)
             saved = self._saved if save else None
             rule = Pass("nesterov" if form == "nesterov" else "momentum", *numbers)
             self._operations.accumulate(flat, self._u, self._v, saved, rule, phase, floor, room)
-            bad, found = self._bring(phase, room)
+            bucket.list(self, room[: 1 + self._usually(phase, capacity)])
+        self._begun = does, save, seek
+
+    def accumulate(self, flat: torch.Tensor, bucket: Bucket, does: Rule, save: bool, seek: Seek | None) -> tuple[bool, Found]:
+        """Adds a gradient, by a rule; whether v is finite then, and what was sought in it."""
+        if self._begun is None:
+            self.announce(flat, bucket, does, save, seek)
+        elif self._begun != (does, save, seek):
+            raise RuntimeError("another pass was announced than is wanted")
+        self._begun = None
+        phase, _, capacity = seek or NOTHING
+        with self._stream:
+            bad, found = self._take(phase, self._room(capacity), bucket.words(self))
         return bad == 0, found
 
-    def collect(self, seek: tuple[Phase, float, int]) -> Found:
+    def collect(self, seek: Seek) -> Found:
         """What is sought in v as it is."""
         phase, floor, capacity = seek
         with self._stream:
             room = self._room(capacity)
             self._operations.compact(self._v, phase, floor, room)
-            return self._bring(phase, room)[1]
+            words = self._down.fetch(room[: 1 + self._usually(phase, capacity)])
+            return self._take(phase, room, words)[1]
 
     def _room(self, capacity: int) -> torch.Tensor:
         if self._found.numel() <= capacity:
             self._found = self._stream.empty(1 + capacity, torch.int64)
         return self._found[: 1 + capacity]
 
-    def _bring(self, phase: Phase, room: torch.Tensor) -> tuple[int, Found]:
-        """How many are not finite, and what was found. As much as was found the last time comes along with the counts; if there is
-        more, the rest comes then."""
-        capacity = room.numel() - 1
-        usual = min(self._usual.get(phase, 0), capacity)
-        count, bad = self._down.fetch(room[: 1 + usual])[:8].view(torch.int32).tolist()
+    def _usually(self, phase: Phase, capacity: int) -> int:
+        """As much as was found the last time comes along with the counts."""
+        return min(self._usual.get(phase, 0), capacity)
+
+    def _take(self, phase: Phase, room: torch.Tensor, came: torch.Tensor) -> tuple[int, Found]:
+        """How many are not finite, and what was found. What did not come along is fetched now."""
+        capacity, had = room.numel() - 1, came.numel()
+        count, bad = came[:8].view(torch.int32).tolist()
         if count > capacity:
             return bad, (count, None)
-        words = self._down.fetch(room[: 1 + count], begin=1 + usual) if count > usual else self._down.memory(8 + 8 * count)
+        words, size = came, 8 + 8 * count
+        if size > had:
+            words = self._down.memory(size)
+            words[:had] = came
+            words = self._down.fetch(room[: 1 + count], begin=had // 8)
         self._usual[phase] = self._handed = count
-        return bad, (count, words[8 : 8 + 8 * count])
+        return bad, (count, words[8:size])
 
     def histogram(self, phase: Phase, shift: int, prefix: int) -> torch.Tensor:
         """Counts by eleven bits of magnitudes, as bytes."""
@@ -151,8 +175,8 @@ class Layer:
             if u is not None and self._u is not None:
                 self._u.copy_(u.view(torch.float32))
 
-    def gradient(self, flat: torch.Tensor, ready: torch.Event) -> torch.Tensor:
+    def gradient(self, flat: torch.Tensor, bucket: Bucket) -> torch.Tensor:
         """A gradient as f32, on the host."""
         with self._stream:
-            self._stream.wait_for(ready)
+            self._stream.wait_for(bucket.ready)
             return flat.to("cpu", torch.float32)
