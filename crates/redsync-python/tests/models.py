@@ -32,9 +32,9 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 128))
 
 
-def ddp(model: nn.Module, **options: object) -> DistributedDataParallel:
-    """Wrapped, with several small buckets, so that there is an order to keep."""
-    return DistributedDataParallel(model, bucket_cap_mb=0.3, **options)
+def ddp(model: nn.Module, bucket_cap_mb: float = 0.3, **options: object) -> DistributedDataParallel:
+    """Wrapped, with several small buckets unless larger ones are asked for, so that there is an order to keep."""
+    return DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, **options)
 
 
 def batch(step: int, shape: tuple[int, ...], classes: int) -> tuple[torch.Tensor, torch.Tensor]:
