@@ -19,6 +19,13 @@ pub fn abort(status: i32) -> ! {
     std::process::exit(status)
 }
 
+impl Mpi {
+    /// How many messages this rank has handed to MPI so far.
+    pub fn messages_sent(&self) -> u64 {
+        match *self {}
+    }
+}
+
 impl Communicator for Mpi {
     fn rank(&self) -> usize {
         match *self {}

@@ -9,12 +9,15 @@ use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The MPI library, initialised, with a communicator of our own over all processes.
 pub(super) struct Library {
     comm: ffi::MPI_Comm,
     pub rank: usize,
     pub size: usize,
+    /// How many messages were handed to MPI.
+    pub sent: Arc<AtomicU64>,
     /// Whether we initialised MPI and so have to finalize it.
     ours: bool,
 }
@@ -36,7 +39,8 @@ impl Library {
             check(ffi::MPI_Comm_rank(comm, &mut rank))?;
             check(ffi::MPI_Comm_size(comm, &mut size))?;
         }
-        Ok(Library { comm, rank: rank as usize, size: size as usize, ours })
+        let sent = Arc::default();
+        Ok(Library { comm, rank: rank as usize, size: size as usize, sent, ours })
     }
 
     /// The other ranks, the next one first, so that not all ranks begin with the same one.
@@ -195,6 +199,7 @@ impl<M: Memory, L> Lent<M, L> {
         check(unsafe {
             ffi::MPI_Isend(start.cast_const(), count, byte(), to as c_int, tag, lib.comm, &mut request)
         })?;
+        lib.sent.fetch_add(1, Ordering::Relaxed);
         self.requests.push(request);
         self.loans.push(Loan { range, receiving: false, label });
         Ok(())

@@ -6,6 +6,7 @@ use super::library::{Library, failed};
 use super::thread::{Command, Thread};
 use super::ticket::{Broken, Ticket};
 use crate::{Call, CommError, Communicator, Gathered, Kind, Pending, Slot, Tag};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -23,6 +24,7 @@ const ABORT: Duration = Duration::from_secs(5);
 pub struct Mpi {
     rank: usize,
     size: usize,
+    sent: Arc<AtomicU64>,
     broken: Broken,
     /// Where commands go, and the number of the next collective: one lock, so that both have the same order.
     commands: Mutex<(u64, Sender<Command>)>,
@@ -44,9 +46,10 @@ pub fn world() -> Result<Mpi, CommError> {
         *thread = Some(commands.clone());
     }
     start(inbox, broken.clone())
-        .map(|(rank, size, thread)| Mpi {
+        .map(|(Place { rank, size, sent }, thread)| Mpi {
             rank,
             size,
+            sent,
             broken,
             commands: Mutex::new((0, commands)),
             thread: Some(thread),
@@ -54,12 +57,19 @@ pub fn world() -> Result<Mpi, CommError> {
         .inspect_err(|_| *lock(&THREAD) = None)
 }
 
+/// What the thread tells when MPI is up.
+struct Place {
+    rank: usize,
+    size: usize,
+    sent: Arc<AtomicU64>,
+}
+
 /// Starts the thread and waits until MPI is up in it.
-fn start(inbox: Receiver<Command>, broken: Broken) -> Result<(usize, usize, JoinHandle<()>), CommError> {
+fn start(inbox: Receiver<Command>, broken: Broken) -> Result<(Place, JoinHandle<()>), CommError> {
     let (tell, told) = mpsc::channel();
     let run = move || {
         let made = Library::start().and_then(|lib| {
-            let place = (lib.rank, lib.size);
+            let place = Place { rank: lib.rank, size: lib.size, sent: Arc::clone(&lib.sent) };
             Ok((place, Thread::new(lib, broken)?))
         });
         match made {
@@ -75,8 +85,8 @@ fn start(inbox: Receiver<Command>, broken: Broken) -> Result<(usize, usize, Join
         .name("redsync-mpi".to_string())
         .spawn(run)
         .map_err(|cause| failed(&format!("cannot start the communication thread: {cause}")))?;
-    let (rank, size) = told.recv().unwrap_or_else(|_| Err(failed("the communication thread ended")))?;
-    Ok((rank, size, thread))
+    let place = told.recv().unwrap_or_else(|_| Err(failed("the communication thread ended")))?;
+    Ok((place, thread))
 }
 
 /// Ends all processes of the MPI job with this status. For after an error, when an orderly end could wait for ever.
@@ -96,6 +106,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Mpi {
+    /// How many messages this rank has handed to MPI so far, headers and notes included.
+    pub fn messages_sent(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
+    }
+
     fn start<T: Send + 'static>(&self, call: Call, work: impl FnOnce(Arc<Slot<T>>) -> Work) -> Pending<T> {
         let slot = Slot::new();
         let work = work(Arc::clone(&slot));
