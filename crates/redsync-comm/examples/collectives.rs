@@ -1,6 +1,7 @@
 //! Times small and middling collectives by the number of ranks: the engine's, and the library's own blocking ones beside them.
-//! Run it under `mpirun` or `lab/cluster run`; rank 0 prints one JSON line per setting: median time, and messages that a rank
-//! sends. The ways take turns, so that all meet the same weather.
+//! Run it under `mpirun` or `lab/cluster run`; rank 0 prints one JSON line per setting: its median time, the messages that it
+//! sends, and the time that all ranks together spend on a core, which says more than the first where ranks share cores.
+//! The ways take turns, so that all meet the same weather.
 //!
 //!     collectives [ROUNDS] [TURNS]
 
@@ -24,11 +25,12 @@ const SETTINGS: [(&str, usize); 7] = [
     ("allreduce", 1_000_000),
 ];
 
-/// One way to exchange one setting: how long each round took, and how many messages this rank sent.
+/// One way to exchange one setting: how long each round took, how many messages this rank sent, and its time on a core.
 #[derive(Default)]
 struct Times {
     each: Vec<Duration>,
     messages: u64,
+    on_core: Duration,
 }
 
 fn main() -> ExitCode {
@@ -53,34 +55,38 @@ fn main() -> ExitCode {
     }
 }
 
-fn measure(
-    world: &impl CommunicatorCollectives,
-    rounds: usize,
-    turns: usize,
-) -> Result<(), CommError> {
+fn measure(world: &impl CommunicatorCollectives, rounds: usize, turns: usize) -> Result<(), CommError> {
     let (ranks, rank) = (world.size() as usize, world.rank());
-    let ways = [("direct", usize::MAX)];
+    let ways = [("direct", usize::MAX), ("rounds", 2)];
     let mut engine: Vec<[Times; SETTINGS.len()]> = ways.iter().map(|_| Default::default()).collect();
     let mut bare: [Times; SETTINGS.len()] = Default::default();
     for _ in 0..turns {
-        for (_, times) in ways.iter().zip(&mut engine) {
-            let comm = mpi::world()?;
+        for ((_, rounds_from), times) in ways.iter().zip(&mut engine) {
+            let comm = mpi::world_with(mpi::Options { rounds_from: *rounds_from })?;
             for ((kind, bytes), times) in SETTINGS.iter().zip(times) {
+                let begin = on_core();
                 ours(&comm, kind, *bytes, rounds, times)?;
+                times.on_core += on_core().saturating_sub(begin);
             }
         }
         for ((kind, bytes), times) in SETTINGS.iter().zip(&mut bare) {
+            let begin = on_core();
             library(world, kind, *bytes, rounds, times);
+            times.on_core += on_core().saturating_sub(begin);
         }
     }
-    if rank == 0 {
-        let names = ways.iter().map(|(name, _)| *name).chain(["library"]);
-        for (name, times) in names.zip(engine.into_iter().chain([bare])) {
-            for ((kind, bytes), Times { each, messages }) in SETTINGS.iter().zip(times) {
-                let (sent, median) = (messages as f64 / each.len() as f64, median_ms(each));
+    let names = ways.iter().map(|(name, _)| *name).chain(["library"]);
+    for (name, times) in names.zip(engine.into_iter().chain([bare])) {
+        for ((kind, bytes), Times { each, messages, on_core }) in SETTINGS.iter().zip(times) {
+            let mut cores = 0.0;
+            world.all_reduce_into(&on_core.as_secs_f64(), &mut cores, SystemOperation::sum());
+            // The rounds that are not counted take time too.
+            let cpu = cores * 1e3 / (each.len() + turns) as f64;
+            let (sent, median) = (messages as f64 / each.len() as f64, median_ms(each));
+            if rank == 0 {
                 println!(
                     "{{\"ranks\":{ranks},\"kind\":\"{kind}\",\"bytes\":{bytes},\"way\":\"{name}\",\
-                     \"median_ms\":{median:.3},\"messages\":{sent:.1}}}"
+                     \"median_ms\":{median:.3},\"messages\":{sent:.1},\"cpu_ms_of_all\":{cpu:.2}}}"
                 );
             }
         }
@@ -89,7 +95,13 @@ fn measure(
 }
 
 /// One collective of the engine, again and again. The first opens connections and is not counted.
-fn ours(comm: &mpi::Mpi, kind: &str, bytes: usize, rounds: usize, times: &mut Times) -> Result<(), CommError> {
+fn ours(
+    comm: &mpi::Mpi,
+    kind: &str,
+    bytes: usize,
+    rounds: usize,
+    times: &mut Times,
+) -> Result<(), CommError> {
     let mut before = 0;
     for round in 0..=rounds as u64 {
         let tag = Tag { step: round, op: 0 };
@@ -129,6 +141,13 @@ fn library(world: &impl CommunicatorCollectives, kind: &str, bytes: usize, round
             times.each.push(begin.elapsed());
         }
     }
+}
+
+/// How long the threads of this process have been on a core.
+fn on_core() -> Duration {
+    let threads = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let texts = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("schedstat")).ok());
+    Duration::from_nanos(texts.filter_map(|text| text.split(' ').next()?.parse::<u64>().ok()).sum())
 }
 
 fn median_ms(mut times: Vec<Duration>) -> f64 {

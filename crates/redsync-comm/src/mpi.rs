@@ -30,15 +30,22 @@
 #[cfg(feature = "mpi")]
 mod body;
 #[cfg(feature = "mpi")]
+mod direct;
+#[cfg(feature = "mpi")]
 mod exchange;
+#[cfg(feature = "mpi")]
+mod header;
 #[cfg(feature = "mpi")]
 mod library;
 #[cfg(feature = "mpi")]
 mod notes;
+mod options;
 #[cfg(feature = "mpi")]
 mod pace;
 #[cfg(feature = "mpi")]
 mod reduce;
+#[cfg(feature = "mpi")]
+mod rounds;
 #[cfg(feature = "mpi")]
 mod thread;
 #[cfg(feature = "mpi")]
@@ -49,9 +56,10 @@ mod verdict;
 mod world;
 
 #[cfg(feature = "mpi")]
-pub use world::{Mpi, abort, world};
+pub use world::{Mpi, abort, world, world_with};
 
 #[cfg(not(feature = "mpi"))]
 mod absent;
 #[cfg(not(feature = "mpi"))]
-pub use absent::{Mpi, abort, world};
+pub use absent::{Mpi, abort, world, world_with};
+pub use options::Options;

@@ -1,5 +1,6 @@
 //! What stands in for the engine in a build without MPI: the same names, and an error that says how to switch it on.
 
+use super::options::Options;
 use crate::{CommError, Communicator, Gathered, Pending, Tag};
 
 /// One MPI process. This build has no MPI, so there is never one.
@@ -11,6 +12,14 @@ pub enum Mpi {}
 /// # Errors
 /// [`CommError::NotBuilt`].
 pub fn world() -> Result<Mpi, CommError> {
+    Err(CommError::NotBuilt)
+}
+
+/// The same with other options.
+///
+/// # Errors
+/// [`CommError::NotBuilt`].
+pub fn world_with(_options: Options) -> Result<Mpi, CommError> {
     Err(CommError::NotBuilt)
 }
 

@@ -1,8 +1,9 @@
 //! The caller's side of the engine: starts the communication thread, turns calls into commands, ends the thread.
 
 use super::body::Work;
-use super::exchange::inline_bytes;
+use super::header::inline_bytes;
 use super::library::{Library, failed};
+use super::options::Options;
 use super::thread::{Command, Thread};
 use super::ticket::{Broken, Ticket};
 use crate::{Call, CommError, Communicator, Gathered, Kind, Pending, Slot, Tag};
@@ -36,6 +37,14 @@ pub struct Mpi {
 /// # Errors
 /// [`CommError::Engine`] when MPI does not start, was finalized already, or is in use by another [`Mpi`] of this process.
 pub fn world() -> Result<Mpi, CommError> {
+    world_with(Options::default())
+}
+
+/// The same with other options, which all ranks must have in common.
+///
+/// # Errors
+/// As [`world`].
+pub fn world_with(options: Options) -> Result<Mpi, CommError> {
     let (commands, inbox) = mpsc::channel();
     let broken = Broken::default();
     {
@@ -45,7 +54,7 @@ pub fn world() -> Result<Mpi, CommError> {
         }
         *thread = Some(commands.clone());
     }
-    start(inbox, broken.clone())
+    start(inbox, options, broken.clone())
         .map(|(Place { rank, size, sent }, thread)| Mpi {
             rank,
             size,
@@ -65,12 +74,16 @@ struct Place {
 }
 
 /// Starts the thread and waits until MPI is up in it.
-fn start(inbox: Receiver<Command>, broken: Broken) -> Result<(Place, JoinHandle<()>), CommError> {
+fn start(
+    inbox: Receiver<Command>,
+    options: Options,
+    broken: Broken,
+) -> Result<(Place, JoinHandle<()>), CommError> {
     let (tell, told) = mpsc::channel();
     let run = move || {
         let made = Library::start().and_then(|lib| {
             let place = Place { rank: lib.rank, size: lib.size, sent: Arc::clone(&lib.sent) };
-            Ok((place, Thread::new(lib, broken)?))
+            Ok((place, Thread::new(lib, options, broken)?))
         });
         match made {
             Ok((place, thread)) => {
