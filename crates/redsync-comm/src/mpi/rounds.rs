@@ -11,7 +11,6 @@ use super::header::{HEADER, PLACE, decode, encode, foreign, inline_bytes};
 use super::library::{Lent, Library};
 use crate::{Call, CommError, Kind};
 use std::ffi::c_int;
-use std::ops::Range;
 
 /// Bytes of an all-to-all's message that take the rounds. Each takes half of them, so what is longer goes directly: with 64 ranks
 /// this is where three times the bytes cost as much as a message of its own.
@@ -164,13 +163,10 @@ impl Knowledge {
 pub(super) struct Rounds {
     knowledge: Knowledge,
     tag: c_int,
-    /// Where the message of each round comes in, all in one.
-    incoming: Lent<Vec<u8>, usize>,
-    places: Vec<Range<usize>>,
-    arrived: Vec<bool>,
-    outgoing: Vec<Lent<Vec<u8>, ()>>,
-    /// The round whose message is awaited.
+    /// The round whose message is awaited, and the message if it is coming in.
     round: usize,
+    incoming: Option<Lent<Vec<u8>, ()>>,
+    outgoing: Vec<Lent<Vec<u8>, ()>>,
     handed_over: bool,
 }
 
@@ -190,19 +186,16 @@ impl Rounds {
             inline.extend_from_slice(body.letter(rank).inline);
         }
         let knowledge = Knowledge { rank, size, letters: vec![Letter { call, inline }], parcels };
-        let mut places: Vec<Range<usize>> = Vec::new();
-        for round in 0..knowledge.rounds() {
-            let start = places.last().map_or(0, |place| place.end);
-            places.push(start..start + knowledge.room(round));
-        }
-        let incoming = Lent::new(vec![0; places.last().map_or(0, |place| place.end)]);
-        let (arrived, outgoing) = (vec![false; places.len()], Vec::new());
-        Rounds { knowledge, tag: 0, incoming, places, arrived, outgoing, round: 0, handed_over: false }
+        Rounds { knowledge, tag: 0, round: 0, incoming: None, outgoing: Vec::new(), handed_over: false }
+    }
+
+    fn over(&self) -> bool {
+        self.round == self.knowledge.rounds()
     }
 
     /// Sends what is known so far, unless all rounds are over.
     fn pass_on(&mut self, lib: &Library) -> Result<(), CommError> {
-        if self.round == self.places.len() {
+        if self.over() {
             return Ok(());
         }
         let message = self.knowledge.pass_on(self.round);
@@ -211,6 +204,21 @@ impl Rounds {
         let sent = message.send(lib, 0..length, to, self.tag, ());
         self.outgoing.push(message);
         sent
+    }
+
+    /// The message of the round, if all of it is here.
+    fn arrived(&mut self, lib: &Library) -> Result<Option<Vec<u8>>, CommError> {
+        if self.over() {
+            return Ok(None);
+        }
+        if self.incoming.is_none() {
+            let from = self.knowledge.before(1 << self.round);
+            self.incoming = Lent::come(lib, from, self.tag, self.knowledge.room(self.round))?;
+        }
+        if let Some(message) = &mut self.incoming {
+            message.progress(drop)?;
+        }
+        Ok(self.incoming.take_if(|message| message.idle()).map(Lent::take))
     }
 
     fn hand_over(
@@ -233,13 +241,8 @@ impl Rounds {
 }
 
 impl Meeting for Rounds {
-    /// Is ready for all rounds, because others may be further on, and begins with the first.
     fn begin(&mut self, lib: &Library, tag: c_int) -> Result<(), CommError> {
         self.tag = tag;
-        for (round, place) in self.places.iter().enumerate() {
-            let from = self.knowledge.before(1 << round);
-            self.incoming.receive(lib, place.clone(), from, tag, round)?;
-        }
         self.pass_on(lib)
     }
 
@@ -248,17 +251,18 @@ impl Meeting for Rounds {
         lib: &Library,
         hear: &mut dyn FnMut(Heard<'_>) -> Result<(), CommError>,
     ) -> Result<bool, CommError> {
-        let mut moved = self.incoming.progress(|round| self.arrived[round] = true)?;
+        let mut moved = false;
         for message in &mut self.outgoing {
             moved |= message.progress(drop)?;
         }
-        while self.arrived.get(self.round) == Some(&true) {
-            let message = self.incoming.read(self.places[self.round].clone());
-            self.knowledge.take_in(self.round, message)?;
+        // Others may be further on: what they send waits in MPI until its round has come.
+        while let Some(message) = self.arrived(lib)? {
+            self.knowledge.take_in(self.round, &message)?;
             self.round += 1;
             self.pass_on(lib)?;
+            moved = true;
         }
-        if self.round == self.places.len() && !self.handed_over {
+        if self.over() && !self.handed_over {
             self.hand_over(hear)?;
         }
         Ok(moved)

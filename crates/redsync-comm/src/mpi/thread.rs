@@ -341,7 +341,8 @@ impl Thread {
             )) => silent.as_slice(),
             _ => &[],
         };
-        let complete = self.active.is_empty() && self.queue.is_empty() && self.notes.complete(silent);
+        let complete =
+            self.active.is_empty() && self.queue.is_empty() && self.notes.complete(&self.lib, silent);
         complete || self.in_trouble() && since.elapsed() > LINGER
     }
 
