@@ -3,7 +3,7 @@
 //! sends, and the time that all ranks together spend on a core, which says more than the first where ranks share cores.
 //! The ways take turns, so that all meet the same weather.
 //!
-//!     collectives [ROUNDS] [TURNS]
+//!     collectives [ROUNDS] [TURNS] [KIND] [WAY]
 
 use ::mpi::Threading;
 use ::mpi::collective::SystemOperation;
@@ -12,11 +12,16 @@ use redsync_comm::{CommError, Communicator, Tag, mpi};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+/// How much later rank 0 comes.
+const LATE: Duration = Duration::from_millis(20);
+
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// What is exchanged, and how many bytes of it: of each rank, for each peer, of the sum.
-const SETTINGS: [(&str, usize); 7] = [
+/// What is exchanged, and how many bytes of it: of each rank, for each peer, of the sum. `last` is a barrier to which rank 0, whose
+/// time counts, comes when all others wait: what its own messages cost it, since nobody else has to do anything first.
+const SETTINGS: [(&str, usize); 8] = [
     ("barrier", 0),
+    ("last", 0),
     ("allgather", 64),
     ("allgather", 1000),
     ("alltoall", 64),
@@ -24,6 +29,10 @@ const SETTINGS: [(&str, usize); 7] = [
     ("allreduce", 256),
     ("allreduce", 1_000_000),
 ];
+
+/// The ways by name: from how many ranks on the engine meets in rounds; none for the library's own collectives.
+const WAYS: [(&str, Option<usize>); 3] =
+    [("direct", Some(usize::MAX)), ("rounds", Some(2)), ("library", None)];
 
 /// One way to exchange one setting: how long each round took, how many messages this rank sent, and its time on a core.
 #[derive(Default)]
@@ -38,7 +47,7 @@ fn main() -> ExitCode {
         std::env::args().nth(position).map_or(Some(default), |text| text.parse().ok())
     };
     let (Some(rounds), Some(turns)) = (number(1, 20), number(2, 3)) else {
-        eprintln!("usage: collectives [ROUNDS] [TURNS]");
+        eprintln!("usage: collectives [ROUNDS] [TURNS] [KIND] [WAY]");
         return ExitCode::from(2);
     };
     // Initialised here and not by the engine, so that this thread may call MPI too.
@@ -57,27 +66,27 @@ fn main() -> ExitCode {
 
 fn measure(world: &impl CommunicatorCollectives, rounds: usize, turns: usize) -> Result<(), CommError> {
     let (ranks, rank) = (world.size() as usize, world.rank());
-    let ways = [("direct", usize::MAX), ("rounds", 2)];
-    let mut engine: Vec<[Times; SETTINGS.len()]> = ways.iter().map(|_| Default::default()).collect();
-    let mut bare: [Times; SETTINGS.len()] = Default::default();
+    let wanted = |position: usize, name: &str| std::env::args().nth(position).is_none_or(|only| only == name);
+    let settings: Vec<_> = SETTINGS.iter().filter(|(kind, _)| wanted(3, kind)).collect();
+    let ways: Vec<_> = WAYS.iter().filter(|(name, _)| wanted(4, name)).collect();
+    let mut all: Vec<Vec<Times>> =
+        ways.iter().map(|_| settings.iter().map(|_| Times::default()).collect()).collect();
     for _ in 0..turns {
-        for ((_, rounds_from), times) in ways.iter().zip(&mut engine) {
-            let comm = mpi::world_with(mpi::Options { rounds_from: *rounds_from })?;
-            for ((kind, bytes), times) in SETTINGS.iter().zip(times) {
+        for ((_, rounds_from), times) in ways.iter().zip(&mut all) {
+            let comm =
+                rounds_from.map(|from| mpi::world_with(mpi::Options { rounds_from: from })).transpose()?;
+            for ((kind, bytes), times) in settings.iter().zip(times) {
                 let begin = on_core();
-                ours(&comm, kind, *bytes, rounds, times)?;
+                match &comm {
+                    Some(comm) => ours(comm, kind, *bytes, rounds, times)?,
+                    None => library(world, kind, *bytes, rounds, times),
+                }
                 times.on_core += on_core().saturating_sub(begin);
             }
         }
-        for ((kind, bytes), times) in SETTINGS.iter().zip(&mut bare) {
-            let begin = on_core();
-            library(world, kind, *bytes, rounds, times);
-            times.on_core += on_core().saturating_sub(begin);
-        }
     }
-    let names = ways.iter().map(|(name, _)| *name).chain(["library"]);
-    for (name, times) in names.zip(engine.into_iter().chain([bare])) {
-        for ((kind, bytes), Times { each, messages, on_core }) in SETTINGS.iter().zip(times) {
+    for ((name, _), times) in ways.iter().zip(all) {
+        for ((kind, bytes), Times { each, messages, on_core }) in settings.iter().zip(times) {
             let mut cores = 0.0;
             world.all_reduce_into(&on_core.as_secs_f64(), &mut cores, SystemOperation::sum());
             // The rounds that are not counted take time too.
@@ -108,9 +117,12 @@ fn ours(
         let message = vec![comm.rank() as u8; bytes];
         let values = vec![comm.rank() as f32; bytes / 4];
         let messages = vec![message.clone(); if kind == "alltoall" { comm.size() } else { 0 }];
+        if kind == "last" && comm.rank() == 0 {
+            std::thread::sleep(LATE);
+        }
         let begin = Instant::now();
         match kind {
-            "barrier" => comm.barrier(tag).wait(DEADLINE)?,
+            "barrier" | "last" => comm.barrier(tag).wait(DEADLINE)?,
             "allgather" => drop(comm.allgather(tag, message).wait(DEADLINE)?),
             "alltoall" => drop(comm.alltoall(tag, messages).wait(DEADLINE)?),
             _ => drop(comm.allreduce(tag, values).wait(DEADLINE)?),
@@ -130,9 +142,12 @@ fn library(world: &impl CommunicatorCollectives, kind: &str, bytes: usize, round
     let size = world.size() as usize;
     for round in 0..=rounds {
         let (message, values) = (vec![1_u8; bytes], vec![1.0_f32; bytes / 4]);
+        if kind == "last" && world.rank() == 0 {
+            std::thread::sleep(LATE);
+        }
         let begin = Instant::now();
         match kind {
-            "barrier" => world.barrier(),
+            "barrier" | "last" => world.barrier(),
             "allgather" => world.all_gather_into(&message, &mut vec![0_u8; bytes * size]),
             "alltoall" => world.all_to_all_into(&vec![1_u8; bytes * size], &mut vec![0_u8; bytes * size]),
             _ => world.all_reduce_into(&values, &mut vec![0.0; values.len()], SystemOperation::sum()),

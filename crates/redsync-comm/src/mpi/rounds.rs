@@ -290,3 +290,130 @@ fn inline_of(call: Call, length: usize) -> usize {
 fn number(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Tag;
+
+    fn call(kind: Kind, length: usize) -> Call {
+        Call { kind, tag: Tag { step: 9, op: 4 }, length: length as u64 }
+    }
+
+    fn bytes(seed: usize, length: usize) -> Vec<u8> {
+        (0..length).map(|i| (seed * 31 + i * 7) as u8).collect()
+    }
+
+    /// How long the message from one rank to another is: none, short, as long as travels along, longer.
+    fn length(from: usize, to: usize) -> usize {
+        [0, 1, 40, PARCEL_INLINE, PARCEL_INLINE + 1, 100_000][(from * 5 + to * 3) % 6]
+    }
+
+    fn gathering(size: usize) -> Vec<Knowledge> {
+        let letter = |rank: usize| {
+            let call = call(Kind::Allgather, [0, 9, 4064, 4065][rank % 4]);
+            Letter { call, inline: bytes(rank, inline_of(call, call.length as usize)) }
+        };
+        let parcels = Vec::new;
+        (0..size)
+            .map(|rank| Knowledge { rank, size, letters: vec![letter(rank)], parcels: parcels() })
+            .collect()
+    }
+
+    fn dealing(size: usize) -> Vec<Knowledge> {
+        let parcel = |from: usize, to: usize| {
+            let (length, short) = (length(from, to), length(from, to) <= PARCEL_INLINE);
+            let inline = bytes(from * 100 + to, if short { length } else { 0 });
+            Parcel { from, to, length, inline }
+        };
+        let knowledge = |rank: usize| {
+            let letters = vec![Letter { call: call(Kind::Alltoall, 7 * rank), inline: Vec::new() }];
+            let peers = (0..size).filter(|to| *to != rank && length(rank, *to) > 0);
+            Knowledge { rank, size, letters, parcels: peers.map(|to| parcel(rank, to)).collect() }
+        };
+        (0..size).map(knowledge).collect()
+    }
+
+    fn meet(ranks: &mut [Knowledge]) {
+        let size = ranks.len();
+        for round in 0..ranks[0].rounds() {
+            let messages: Vec<Vec<u8>> = ranks.iter_mut().map(|rank| rank.pass_on(round)).collect();
+            for (rank, knowledge) in ranks.iter_mut().enumerate() {
+                let message = &messages[(rank + size - (1 << round)) % size];
+                assert!(message.len() <= knowledge.room(round));
+                knowledge.take_in(round, message).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn everybody_hears_of_everybody_in_any_number_of_ranks() {
+        for size in 2..=21 {
+            let mut ranks = gathering(size);
+            meet(&mut ranks);
+            for knowledge in &mut ranks {
+                let own = knowledge.rank;
+                let heard = knowledge.heard().unwrap();
+                let peers: Vec<usize> = heard.iter().map(|(peer, ..)| *peer).collect();
+                assert_eq!(peers, (0..size).filter(|peer| *peer != own).collect::<Vec<_>>());
+                for (peer, letter, parcel) in heard {
+                    assert_eq!(letter, gathering(size).swap_remove(peer).letters[0]);
+                    assert_eq!(parcel, None);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_parcel_reaches_its_reader_and_nobody_else() {
+        for size in 2..=21 {
+            let mut ranks = dealing(size);
+            meet(&mut ranks);
+            for knowledge in &mut ranks {
+                let own = knowledge.rank;
+                for (peer, letter, parcel) in knowledge.heard().unwrap() {
+                    assert_eq!(letter.call, call(Kind::Alltoall, 7 * peer));
+                    let sent = dealing(size).swap_remove(peer).parcels;
+                    assert_eq!(parcel, sent.into_iter().find(|parcel| parcel.to == own));
+                }
+            }
+        }
+    }
+
+    /// Rank 1 of 5 hears in the second round from rank 4, of ranks 4 and 3.
+    #[test]
+    fn what_cannot_have_come_this_way_is_an_error_that_names_the_sender() {
+        let mut ranks = dealing(5);
+        let first: Vec<Vec<u8>> = ranks.iter_mut().map(|rank| rank.pass_on(0)).collect();
+        for (rank, knowledge) in ranks.iter_mut().enumerate() {
+            knowledge.take_in(0, &first[(rank + 4) % 5]).unwrap();
+        }
+        let message = ranks[4].pass_on(1);
+        let refused = |ranks: &mut [Knowledge], message: &[u8]| {
+            let cause = ranks[1].take_in(1, message).unwrap_err();
+            assert!(cause.to_string().contains("rank 4"), "{cause}");
+        };
+        // Cut anywhere it lacks something.
+        (0..message.len()).for_each(|end| refused(&mut ranks, &message[..end]));
+        let parcels = FRONT + 2 * HEADER;
+        for (at, value) in [(0, 0xFF), (FRONT, 0xFF), (parcels, 5), (parcels, 1), (parcels + 4, 0)] {
+            let mut wrong = message.clone();
+            wrong[at] = value;
+            refused(&mut ranks, &wrong);
+        }
+        // Another number of parcels than there are.
+        let mut wrong = message.clone();
+        wrong[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
+        refused(&mut ranks, &wrong);
+        ranks[1].take_in(1, &message).unwrap();
+    }
+
+    #[test]
+    fn two_parcels_from_one_rank_are_an_error() {
+        let mut ranks = dealing(5);
+        meet(&mut ranks);
+        let parcel = |byte| Parcel { from: 3, to: 1, length: 1, inline: vec![byte] };
+        ranks[1].parcels = vec![parcel(1), parcel(2)];
+        assert!(ranks[1].heard().is_none());
+    }
+}

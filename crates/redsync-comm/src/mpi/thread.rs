@@ -10,7 +10,7 @@ use super::options::Options;
 use super::pace::{Next, Pace};
 use super::rounds::PARCEL_INLINE;
 use super::ticket::Broken;
-use super::verdict::{Complaint, Word, verdict};
+use super::verdict::{Complaint, Word, missed_by_all, verdict};
 use crate::{Call, CommError, Tag};
 use std::collections::VecDeque;
 use std::sync::mpsc::Receiver;
@@ -286,7 +286,10 @@ impl Thread {
             Some(complaint) if names.is_empty() => complaint.missing.clone(),
             _ => names,
         };
-        let names = verdict(&words);
+        let mut names = verdict(&words);
+        if names.is_empty() {
+            names = missed_by_all(&words);
+        }
         let cause = match (expired, self.notes.first()) {
             (Some((_, tag, waited)), _) => {
                 let missing = or_else(names, own.complaint.as_ref());
