@@ -80,7 +80,7 @@ impl Knowledge {
     /// The message of this rank in a round. The parcels in it are gone.
     fn pass_on(&mut self, round: usize) -> Vec<u8> {
         let (rank, size) = (self.rank, self.size);
-        let goes = |parcel: &mut Parcel| (parcel.to + size - rank) % size >> round & 1 == 1;
+        let goes = |parcel: &mut Parcel| ((parcel.to + size - rank) % size) >> round & 1 == 1;
         let parcels: Vec<Parcel> = self.parcels.extract_if(.., goes).collect();
         let mut message = Vec::new();
         message.extend(MAGIC.to_le_bytes());
