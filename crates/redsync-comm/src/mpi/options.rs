@@ -9,6 +9,6 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { rounds_from: 32 }
+        Options { rounds_from: 128 }
     }
 }
