@@ -12,8 +12,8 @@ use super::library::{Lent, Library};
 use crate::{Call, CommError, Kind};
 use std::ffi::c_int;
 
-/// Bytes of an all-to-all's message that take the rounds. Each takes half of them, so what is longer goes directly: with 64 ranks
-/// this is where three times the bytes cost as much as a message of its own.
+/// Bytes of an all-to-all's message that take the rounds. Each takes half of them, three or four where there are many ranks, so what
+/// is longer goes directly: on a slow link so many times its bytes would cost more than a message of its own.
 pub(super) const PARCEL_INLINE: usize = 256;
 
 /// Says that this is a message of a round, not a header.
