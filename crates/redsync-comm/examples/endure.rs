@@ -1,7 +1,7 @@
 //! Exchanges over and over, for trying what happens when a rank dies or a link goes: every rank that survives ends with one
 //! line that says who is missing, and exit status 1. Rank 0 says when the first exchange is done.
 //!
-//!     endure [STEPS] [DEADLINE_SECONDS]
+//!     endure [STEPS] [DEADLINE_SECONDS] [ROUNDS_FROM]
 
 use redsync_comm::{CommError, Communicator, Tag, mpi};
 use std::io::Write;
@@ -12,11 +12,14 @@ fn main() -> ExitCode {
     let number = |position: usize, default: u64| {
         std::env::args().nth(position).map_or(Some(default), |text| text.parse().ok())
     };
-    let (Some(steps), Some(deadline)) = (number(1, 1_000_000), number(2, 60)) else {
-        eprintln!("usage: endure [STEPS] [DEADLINE_SECONDS]");
+    let usual = mpi::Options::default().rounds_from as u64;
+    let (Some(steps), Some(deadline), Some(rounds_from)) =
+        (number(1, 1_000_000), number(2, 60), number(3, usual))
+    else {
+        eprintln!("usage: endure [STEPS] [DEADLINE_SECONDS] [ROUNDS_FROM]");
         return ExitCode::from(2);
     };
-    let comm = match mpi::world() {
+    let comm = match mpi::world_with(mpi::Options { rounds_from: rounds_from as usize }) {
         Ok(comm) => comm,
         Err(cause) => {
             eprintln!("endure: {cause}");

@@ -2,12 +2,21 @@
 //! owned buffers reach it through a channel and come back through the [`Pending`](crate::Pending) of the collective.
 //!
 //! # How it exchanges
-//! Each collective begins with a small header from every rank to every other: kind, tag, length, and the payload itself when
-//! that is short. So ranks that disagree find out, and ranks that are missing have a name. Longer payloads follow directly
-//! from rank to rank. A sum is scattered and gathered: rank `r` adds up the `r`-th segment, in rank order, chunk by chunk,
-//! and sends it to all; every link carries `2 (N-1)/N` of the data, the least possible, in both directions at once.
+//! Each collective begins with a meeting: a small header of every rank reaches every other, with kind, tag, length, and the
+//! payload itself when that is short. So ranks that disagree find out, and ranks that are missing have a name. Longer payloads
+//! follow directly from rank to rank. A sum is scattered and gathered: rank `r` adds up the `r`-th segment, in rank order, chunk
+//! by chunk, and sends it to all; every link carries `2 (N-1)/N` of the data, the least possible, in both directions at once.
 //! These are the rounds of MPI's own non-blocking collectives; made here of sends and receives they can be waited for with
-//! a deadline, have no limit of 2^31 elements, and sum to the same bits as the engine [`local`](crate::local).
+//! a deadline, given up and left, have no limit of 2^31 elements, and sum to the same bits as the engine [`local`](crate::local). One
+//! of MPI's own that has begun can be neither cancelled nor asked whom it waits for.
+//!
+//! # How it meets
+//! Few ranks send their header directly to each of the others, N-1 messages in one step. Many meet in rounds: in round `k` a rank
+//! sends what it has heard so far to the rank `2^k` behind it, so that log2 N messages are enough, in as many steps. Where ranks
+//! begin with rounds is [`Options::rounds_from`], the same on all of them. What is short travels along; a message of an all-to-all only
+//! if it is very short, since each is sent on by half of the rounds. All kinds meet in the same rounds, and calls are compared after the
+//! last one only: ranks that disagree pass on what the others need to find out too. Who does not get through misses all of whom it has
+//! not heard; the words that ranks exchange at a deadline (below) excuse those who were there and wait themselves.
 //!
 //! While it waits the thread tests its requests with pauses of 20 to 200 microseconds, because MPI moves nothing by itself.
 //!
@@ -30,15 +39,22 @@
 #[cfg(feature = "mpi")]
 mod body;
 #[cfg(feature = "mpi")]
+mod direct;
+#[cfg(feature = "mpi")]
 mod exchange;
+#[cfg(feature = "mpi")]
+mod header;
 #[cfg(feature = "mpi")]
 mod library;
 #[cfg(feature = "mpi")]
 mod notes;
+mod options;
 #[cfg(feature = "mpi")]
 mod pace;
 #[cfg(feature = "mpi")]
 mod reduce;
+#[cfg(feature = "mpi")]
+mod rounds;
 #[cfg(feature = "mpi")]
 mod thread;
 #[cfg(feature = "mpi")]
@@ -49,9 +65,10 @@ mod verdict;
 mod world;
 
 #[cfg(feature = "mpi")]
-pub use world::{Mpi, abort, world};
+pub use world::{Mpi, abort, world, world_with};
 
 #[cfg(not(feature = "mpi"))]
 mod absent;
 #[cfg(not(feature = "mpi"))]
-pub use absent::{Mpi, abort, world};
+pub use absent::{Mpi, abort, world, world_with};
+pub use options::Options;

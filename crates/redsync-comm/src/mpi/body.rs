@@ -1,14 +1,12 @@
 //! What follows the headers of a collective. Peers' headers and inline payloads come in, the caller's slot is filled when
 //! everything has arrived. A body never blocks: it starts transfers and is asked to go on.
 
+use super::header::INLINE;
 use super::library::{Lent, Library, Memory, failed};
 use super::reduce::Reduce;
 use crate::{CommError, Gathered, Slot, sum};
 use std::ffi::c_int;
 use std::sync::Arc;
-
-/// Payload bytes that travel with the header: one message instead of two for what is short anyway.
-pub(super) const INLINE: usize = 4064;
 
 /// Bytes per MPI message, whose count is an `i32`.
 const MESSAGE: usize = 16 << 20;
@@ -29,8 +27,8 @@ pub(super) struct Letter<'a> {
 }
 
 impl<'a> Letter<'a> {
-    fn of(message: &'a [u8]) -> Letter<'a> {
-        Letter { length: message.len(), inline: if message.len() <= INLINE { message } else { &[] } }
+    fn of(message: &'a [u8], short: usize) -> Letter<'a> {
+        Letter { length: message.len(), inline: if message.len() <= short { message } else { &[] } }
     }
 }
 
@@ -74,11 +72,12 @@ pub(super) enum Work {
 }
 
 impl Work {
-    /// Made on the communication thread, because what is lent to MPI stays there.
-    pub fn body(self) -> Box<dyn Body> {
+    /// Made on the communication thread, because what is lent to MPI stays there. Messages of an all-to-all that are not longer
+    /// than `short` travel with what the ranks tell each other first.
+    pub fn body(self, short: usize) -> Box<dyn Body> {
         match self {
             Work::Gather(message, slot) => Box::new(Gather::new(message, slot)),
-            Work::Deal(messages, slot) => Box::new(Deal::new(messages, slot)),
+            Work::Deal(messages, slot) => Box::new(Deal::new(messages, slot, short)),
             Work::ShortSum(values, slot) => Box::new(ShortSum::new(values, slot)),
             Work::Sum(values, slot) => Box::new(Reduce::new(values, slot)),
             Work::Meet(slot) => Box::new(Meet::new(slot)),
@@ -100,7 +99,7 @@ impl Meet {
 
 impl Body for Meet {
     fn letter(&self, _peer: usize) -> Letter<'_> {
-        Letter::of(&[])
+        Letter::of(&[], 0)
     }
 
     fn begin(&mut self, lib: &Library, _tags: Tags) -> Result<(), CommError> {
@@ -143,6 +142,8 @@ impl Body for Meet {
 
 /// The messages that this rank receives, one from every rank.
 struct Incoming {
+    /// Up to which length they come with what is heard first.
+    short: usize,
     arriving: Vec<Option<Lent<Vec<u8>, ()>>>,
     arrived: Vec<Option<Arc<Vec<u8>>>>,
     tag: c_int,
@@ -150,8 +151,8 @@ struct Incoming {
 }
 
 impl Incoming {
-    fn new() -> Incoming {
-        Incoming { arriving: Vec::new(), arrived: Vec::new(), tag: 0, delivered: false }
+    fn new(short: usize) -> Incoming {
+        Incoming { short, arriving: Vec::new(), arrived: Vec::new(), tag: 0, delivered: false }
     }
 
     fn begin(&mut self, lib: &Library, tag: c_int, own: Arc<Vec<u8>>) {
@@ -162,7 +163,7 @@ impl Incoming {
     }
 
     fn heard(&mut self, lib: &Library, peer: usize, length: usize, inline: &[u8]) -> Result<(), CommError> {
-        if length <= INLINE {
+        if length <= self.short {
             self.arrived[peer] = Some(Arc::new(inline.to_vec()));
             return Ok(());
         }
@@ -202,7 +203,7 @@ impl Incoming {
     }
 }
 
-/// Sends what is too long to travel with the header.
+/// Sends a message that is too long to travel with the header.
 fn send_long<M: Memory>(
     message: &mut Lent<M, ()>,
     lib: &Library,
@@ -210,12 +211,9 @@ fn send_long<M: Memory>(
     peer: usize,
     tag: c_int,
 ) -> Result<(), CommError> {
-    if length > INLINE {
-        for start in (0..length).step_by(MESSAGE) {
-            message.send(lib, start..length.min(start + MESSAGE), peer, tag, ())?;
-        }
-    }
-    Ok(())
+    (0..length)
+        .step_by(MESSAGE)
+        .try_for_each(|start| message.send(lib, start..length.min(start + MESSAGE), peer, tag, ()))
 }
 
 /// An allgather: every rank sends its message to every other.
@@ -230,18 +228,21 @@ impl Gather {
     fn new(message: Vec<u8>, slot: Arc<Slot<Gathered>>) -> Gather {
         let own = Arc::new(message);
         let sending = Lent::new(Arc::clone(&own));
-        Gather { slot, own, sending, incoming: Incoming::new() }
+        Gather { slot, own, sending, incoming: Incoming::new(INLINE) }
     }
 }
 
 impl Body for Gather {
     fn letter(&self, _peer: usize) -> Letter<'_> {
-        Letter::of(&self.own)
+        Letter::of(&self.own, INLINE)
     }
 
     fn begin(&mut self, lib: &Library, tags: Tags) -> Result<(), CommError> {
         self.incoming.begin(lib, tags.payload, Arc::clone(&self.own));
         let length = self.own.len();
+        if length <= INLINE {
+            return Ok(());
+        }
         lib.peers().try_for_each(|peer| send_long(&mut self.sending, lib, length, peer, tags.payload))
     }
 
@@ -284,22 +285,23 @@ struct Deal {
 }
 
 impl Deal {
-    fn new(messages: Vec<Vec<u8>>, slot: Arc<Slot<Gathered>>) -> Deal {
+    fn new(messages: Vec<Vec<u8>>, slot: Arc<Slot<Gathered>>, short: usize) -> Deal {
         let lengths = messages.iter().map(Vec::len).collect();
         let sending = messages.into_iter().map(Lent::new).collect();
-        Deal { slot, sending, lengths, incoming: Incoming::new() }
+        Deal { slot, sending, lengths, incoming: Incoming::new(short) }
     }
 }
 
 impl Body for Deal {
     fn letter(&self, peer: usize) -> Letter<'_> {
-        Letter::of(self.sending[peer].read(0..self.lengths[peer]))
+        Letter::of(self.sending[peer].read(0..self.lengths[peer]), self.incoming.short)
     }
 
     fn begin(&mut self, lib: &Library, tags: Tags) -> Result<(), CommError> {
         let own = std::mem::replace(&mut self.sending[lib.rank], Lent::new(Vec::new()));
         self.incoming.begin(lib, tags.payload, Arc::new(own.take()));
-        lib.peers().try_for_each(|peer| {
+        let long = |peer: &usize| self.lengths[*peer] > self.incoming.short;
+        lib.peers().filter(long).try_for_each(|peer| {
             send_long(&mut self.sending[peer], lib, self.lengths[peer], peer, tags.payload)
         })
     }

@@ -5,16 +5,19 @@
 use crate::CommError;
 use ::mpi::ffi;
 use std::ffi::{c_int, c_void};
-use std::mem::ManuallyDrop;
+use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The MPI library, initialised, with a communicator of our own over all processes.
 pub(super) struct Library {
     comm: ffi::MPI_Comm,
     pub rank: usize,
     pub size: usize,
+    /// How many messages were handed to MPI.
+    pub sent: Arc<AtomicU64>,
     /// Whether we initialised MPI and so have to finalize it.
     ours: bool,
 }
@@ -36,7 +39,8 @@ impl Library {
             check(ffi::MPI_Comm_rank(comm, &mut rank))?;
             check(ffi::MPI_Comm_size(comm, &mut size))?;
         }
-        Ok(Library { comm, rank: rank as usize, size: size as usize, ours })
+        let sent = Arc::default();
+        Ok(Library { comm, rank: rank as usize, size: size as usize, sent, ours })
     }
 
     /// The other ranks, the next one first, so that not all ranks begin with the same one.
@@ -195,6 +199,7 @@ impl<M: Memory, L> Lent<M, L> {
         check(unsafe {
             ffi::MPI_Isend(start.cast_const(), count, byte(), to as c_int, tag, lib.comm, &mut request)
         })?;
+        lib.sent.fetch_add(1, Ordering::Relaxed);
         self.requests.push(request);
         self.loans.push(Loan { range, receiving: false, label });
         Ok(())
@@ -209,11 +214,35 @@ impl<M: Memory, L> Lent<M, L> {
         tag: c_int,
         label: L,
     ) -> Result<(), CommError> {
+        self.receive_of(lib, range, from as c_int, tag, label)
+    }
+
+    /// The same from whichever rank sends first.
+    pub fn receive_any(
+        &mut self,
+        lib: &Library,
+        range: Range<usize>,
+        tag: c_int,
+        label: L,
+    ) -> Result<(), CommError> {
+        // SAFETY: a constant of the library.
+        let anybody = unsafe { ffi::RSMPI_ANY_SOURCE };
+        self.receive_of(lib, range, anybody, tag, label)
+    }
+
+    fn receive_of(
+        &mut self,
+        lib: &Library,
+        range: Range<usize>,
+        source: c_int,
+        tag: c_int,
+        label: L,
+    ) -> Result<(), CommError> {
         assert!(M::WRITABLE);
         let (start, count) = self.lend(&range, false);
         let mut request = null();
         // SAFETY: as in `send`; the range is writable and `lend` checked that no other transfer has a part in it.
-        check(unsafe { ffi::MPI_Irecv(start, count, byte(), from as c_int, tag, lib.comm, &mut request) })?;
+        check(unsafe { ffi::MPI_Irecv(start, count, byte(), source, tag, lib.comm, &mut request) })?;
         self.requests.push(request);
         self.loans.push(Loan { range, receiving: true, label });
         Ok(())
@@ -289,6 +318,37 @@ impl<M: Memory, L> Lent<M, L> {
         assert!(range.start <= range.end && range.end <= self.memory.bytes());
         let clash = |loan: &&Loan<L>| loan.range.start < range.end && range.start < loan.range.end;
         assert!(!self.loans.iter().filter(clash).any(|loan| loan.receiving || !readable));
+    }
+}
+
+impl Lent<Vec<u8>, ()> {
+    /// What has come from a rank under a tag, if anything has: a buffer of its length, into which it is received from now on.
+    /// No memory is taken for what is longer than `most`.
+    pub fn come(lib: &Library, from: usize, tag: c_int, most: usize) -> Result<Option<Self>, CommError> {
+        let (mut flag, mut length): (c_int, c_int) = (0, 0);
+        let mut status = MaybeUninit::<ffi::MPI_Status>::uninit();
+        // SAFETY: a constant of the library.
+        let mut message = unsafe { ffi::RSMPI_MESSAGE_NULL };
+        // SAFETY: the results are written to live variables.
+        check(unsafe {
+            ffi::MPI_Improbe(from as c_int, tag, lib.comm, &mut flag, &mut message, status.as_mut_ptr())
+        })?;
+        if flag == 0 {
+            return Ok(None);
+        }
+        // SAFETY: a message was found, so the status was written; the length is written to a live variable.
+        check(unsafe { ffi::MPI_Get_count(status.as_ptr(), byte(), &mut length) })?;
+        if length < 0 || length as usize > most {
+            return Err(failed(&format!("rank {from} sent {length} bytes where {most} are the most")));
+        }
+        let mut buffer = Lent::new(vec![0; length as usize]);
+        let (start, count) = buffer.lend(&(0..length as usize), false);
+        let mut request = null();
+        // SAFETY: as in `receive_of`, and the message is the one found above, received nowhere else.
+        check(unsafe { ffi::MPI_Imrecv(start, count, byte(), &mut message, &mut request) })?;
+        buffer.requests.push(request);
+        buffer.loans.push(Loan { range: 0..length as usize, receiving: true, label: () });
+        Ok(Some(buffer))
     }
 }
 

@@ -2,7 +2,7 @@
 //! peer; notes of all peers come in at any time and are kept by rank. A peer's last note is the one that says it leaves.
 
 use super::exchange::NOTES;
-use super::library::{Lent, Library};
+use super::library::{Lent, Library, failed};
 use super::verdict::{Complaint, Word};
 use crate::{CommError, Tag};
 use std::ops::Range;
@@ -17,9 +17,9 @@ pub(super) enum Note {
     Gone { from: u64, leaving: bool, cause: Option<CommError> },
 }
 
-/// The fixed part: kind, a rank, two numbers, step, op, length of the reason, nanoseconds. A bit per rank and the
-/// reason follow.
-const FIXED: usize = 48;
+/// The fixed part: kind, a rank, two numbers, step, op, length of the reason, nanoseconds, who says it. A bit per rank and
+/// the reason follow.
+const FIXED: usize = 52;
 const REASON: usize = 448;
 
 const WORD: u32 = 0;
@@ -47,7 +47,7 @@ struct Fields<'a> {
 }
 
 impl Fields<'_> {
-    fn write(&self, ranks: usize) -> Vec<u8> {
+    fn write(&self, ranks: usize, sender: usize) -> Vec<u8> {
         let tag = self.tag.unwrap_or(Tag { step: 0, op: 0 });
         let cut = self.reason.char_indices().map(|(start, letter)| start + letter.len_utf8());
         let reason = &self.reason.as_bytes()[..cut.take_while(|&end| end <= REASON).last().unwrap_or(0)];
@@ -61,6 +61,7 @@ impl Fields<'_> {
         place.extend(tag.op.to_le_bytes());
         place.extend((reason.len() as u32).to_le_bytes());
         place.extend(waited.to_le_bytes());
+        place.extend((sender as u32).to_le_bytes());
         place.resize(FIXED + ranks.div_ceil(8), 0);
         for &rank in self.ranks.iter().filter(|&&rank| rank < ranks) {
             place[FIXED + rank / 8] |= 1 << (rank % 8);
@@ -72,10 +73,10 @@ impl Fields<'_> {
 }
 
 impl Note {
-    fn write(&self, ranks: usize) -> Vec<u8> {
+    fn write(&self, ranks: usize, sender: usize) -> Vec<u8> {
         match self {
             Note::Word(Word { started, complaint: None }) => {
-                Fields { kind: WORD, second: *started, ..Fields::default() }.write(ranks)
+                Fields { kind: WORD, second: *started, ..Fields::default() }.write(ranks, sender)
             }
             Note::Word(Word { started, complaint: Some(Complaint { number, tag, waited, missing }) }) => {
                 Fields {
@@ -87,7 +88,7 @@ impl Note {
                     ranks: missing,
                     ..Fields::default()
                 }
-                .write(ranks)
+                .write(ranks, sender)
             }
             Note::Gone { from, leaving, cause: Some(CommError::GaveUp { rank, tag, reason, blames }) } => {
                 Fields {
@@ -99,15 +100,16 @@ impl Note {
                     reason,
                     ..Fields::default()
                 }
-                .write(ranks)
+                .write(ranks, sender)
             }
             Note::Gone { from, .. } => {
-                Fields { kind: LEAVES, first: *from, ..Fields::default() }.write(ranks)
+                Fields { kind: LEAVES, first: *from, ..Fields::default() }.write(ranks, sender)
             }
         }
     }
 
-    fn read(place: &[u8], size: usize) -> Note {
+    /// Who says it, and what.
+    fn read(place: &[u8], size: usize) -> (usize, Note) {
         let number = |range: Range<usize>| {
             place[range].iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))
         };
@@ -118,7 +120,7 @@ impl Note {
         let ranks = (0..size).filter(|rank| place[FIXED + rank / 8] & 1 << (rank % 8) != 0).collect();
         let reason = &place[FIXED + size.div_ceil(8)..][..reason.min(REASON)];
         let reason = String::from_utf8_lossy(reason).into_owned();
-        match kind {
+        let note = match kind {
             WORD => Note::Word(Word { started: second, complaint: None }),
             COMPLAINT | EXPIRED => {
                 let waited = (kind == EXPIRED).then_some(waited);
@@ -130,7 +132,8 @@ impl Note {
                 Note::Gone { from: first, leaving: kind == GIVES_UP_AND_LEAVES, cause }
             }
             _ => Note::Gone { from: first, leaving: true, cause: None },
-        }
+        };
+        (number(48..52) as usize, note)
     }
 }
 
@@ -145,7 +148,8 @@ struct Said {
 
 pub(super) struct Notes {
     ours: Vec<Lent<Vec<u8>, ()>>,
-    theirs: Lent<Vec<u8>, usize>,
+    /// The next note, from whomever: one for each peer would cost more at every look the more ranks there are.
+    theirs: Lent<Vec<u8>, ()>,
     said: Vec<Said>,
     /// The first rank from which it was heard that a deadline has passed.
     first: Option<(usize, Complaint)>,
@@ -154,20 +158,24 @@ pub(super) struct Notes {
 impl Notes {
     /// Is ready for notes of all peers.
     pub fn expect(lib: &Library) -> Result<Notes, CommError> {
-        let theirs = Lent::new(vec![0; lib.size * length(lib.size)]);
+        let theirs = Lent::new(vec![0; length(lib.size)]);
         let said = (0..lib.size).map(|_| Said::default()).collect();
         let mut notes = Notes { ours: Vec::new(), theirs, said, first: None };
-        lib.peers().try_for_each(|peer| notes.listen(lib, peer))?;
+        notes.listen(lib)?;
         Ok(notes)
     }
 
-    fn listen(&mut self, lib: &Library, peer: usize) -> Result<(), CommError> {
-        self.theirs.receive(lib, place(lib.size, peer), peer, NOTES, peer)
+    /// Is ready for the next note, if there is somebody left from whom it could come.
+    fn listen(&mut self, lib: &Library) -> Result<(), CommError> {
+        if lib.peers().all(|peer| self.said[peer].left) {
+            return Ok(());
+        }
+        self.theirs.receive_any(lib, 0..length(lib.size), NOTES, ())
     }
 
     /// Sends a note to every peer. One that cannot be told is no reason not to tell the others.
     pub fn say(&mut self, lib: &Library, note: &Note) {
-        let mut out = Lent::new(note.write(lib.size));
+        let mut out = Lent::new(note.write(lib.size, lib.rank));
         for peer in lib.peers() {
             let _ = out.send(lib, 0..length(lib.size), peer, NOTES, ());
         }
@@ -176,18 +184,20 @@ impl Notes {
 
     /// Takes in what has come; true when something has.
     pub fn progress(&mut self, lib: &Library) -> Result<bool, CommError> {
-        let mut heard = Vec::new();
+        let mut heard = false;
         for note in &mut self.ours {
             note.progress(drop)?;
         }
-        self.theirs.progress(|peer| heard.push(peer))?;
-        for &peer in &heard {
-            self.hear(peer, Note::read(self.theirs.read(place(lib.size, peer)), lib.size));
-            if !self.said[peer].left {
-                self.listen(lib, peer)?;
+        while self.theirs.progress(drop)? {
+            let (peer, note) = Note::read(self.theirs.read(0..length(lib.size)), lib.size);
+            if peer >= lib.size || peer == lib.rank {
+                return Err(failed(&format!("a note from rank {peer}, which is no peer")));
             }
+            self.hear(peer, note);
+            self.listen(lib)?;
+            heard = true;
         }
-        Ok(!heard.is_empty())
+        Ok(heard)
     }
 
     fn hear(&mut self, peer: usize, note: Note) {
@@ -251,17 +261,14 @@ impl Notes {
     }
 
     /// Whether our notes are on their way and all have left, but for those that are known not to answer.
-    pub fn complete(&self, missing: &[usize]) -> bool {
-        self.ours.iter().all(Lent::idle) && self.theirs.open().all(|peer| missing.contains(peer))
+    pub fn complete(&self, lib: &Library, missing: &[usize]) -> bool {
+        let gone = |peer: usize| self.said[peer].left || missing.contains(&peer);
+        self.ours.iter().all(Lent::idle) && lib.peers().all(gone)
     }
 
     pub fn any_trouble(&self) -> bool {
         self.said.iter().any(|said| said.word.is_some() || matches!(said.gone, Some((_, Some(_)))))
     }
-}
-
-fn place(size: usize, peer: usize) -> Range<usize> {
-    peer * length(size)..(peer + 1) * length(size)
 }
 
 #[cfg(test)]
@@ -287,8 +294,8 @@ mod tests {
             Note::Gone { from: 5, leaving: false, cause: gave_up("no answer", vec![1, 2]) },
         ];
         for note in notes {
-            let bytes = note.write(10);
-            assert_eq!((bytes.len(), Note::read(&bytes, 10)), (length(10), note));
+            let bytes = note.write(10, 3);
+            assert_eq!((bytes.len(), Note::read(&bytes, 10)), (length(10), (3, note)));
         }
     }
 
@@ -297,8 +304,9 @@ mod tests {
         let tag = Tag { step: 0, op: 0 };
         let cause =
             CommError::GaveUp { rank: 1, tag, reason: format!("a{}", "ü".repeat(400)), blames: vec![] };
-        let bytes = Note::Gone { from: 0, leaving: true, cause: Some(cause) }.write(4);
-        let Note::Gone { cause: Some(CommError::GaveUp { reason, .. }), .. } = Note::read(&bytes, 4) else {
+        let bytes = Note::Gone { from: 0, leaving: true, cause: Some(cause) }.write(4, 1);
+        let (1, Note::Gone { cause: Some(CommError::GaveUp { reason, .. }), .. }) = Note::read(&bytes, 4)
+        else {
             panic!("another note");
         };
         assert_eq!(reason, format!("a{}", "ü".repeat(REASON / 2 - 1)));

@@ -82,9 +82,14 @@ impl Reduce {
         start * WIDTH..segment.end.min(start + self.chunk) * WIDTH
     }
 
+    /// A chunk, or our segment where that is shorter: with many ranks it is, by far.
+    fn longest_piece(&self) -> usize {
+        self.chunk.min(self.segment(self.rank).len())
+    }
+
     /// Where a peer's piece of a chunk of our segment lies among the pieces, in bytes.
     fn place(&self, peer: usize, chunk: usize) -> Range<usize> {
-        let start = (chunk % WINDOW * self.peers.len() + peer) * self.chunk * WIDTH;
+        let start = (chunk % WINDOW * self.peers.len() + peer) * self.longest_piece() * WIDTH;
         start..start + self.span(self.rank, chunk).len()
     }
 
@@ -175,7 +180,7 @@ impl Body for Reduce {
         self.peers.resize(lib.size, Peer::default());
         self.chunk = (self.length.div_ceil(lib.size * 4)).clamp(CHUNK.start, CHUNK.end);
         let window = self.chunks(lib.rank).min(WINDOW);
-        self.pieces = Lent::new(vec![0.0; window * lib.size * self.chunk]);
+        self.pieces = Lent::new(vec![0.0; window * lib.size * self.longest_piece()]);
         lib.peers().try_for_each(|peer| self.exchange(lib, peer))
     }
 

@@ -3,11 +3,14 @@
 
 use super::body::Work;
 use super::exchange::Exchange;
+use super::header::INLINE;
 use super::library::Library;
 use super::notes::{Note, Notes};
+use super::options::Options;
 use super::pace::{Next, Pace};
+use super::rounds::PARCEL_INLINE;
 use super::ticket::Broken;
-use super::verdict::{Complaint, Word, verdict};
+use super::verdict::{Complaint, Word, missed_by_all, verdict};
 use crate::{Call, CommError, Tag};
 use std::collections::VecDeque;
 use std::sync::mpsc::Receiver;
@@ -44,6 +47,8 @@ pub(super) enum Command {
 
 pub(super) struct Thread {
     lib: Library,
+    /// Whether the ranks meet in rounds.
+    in_rounds: bool,
     broken: Broken,
     queue: VecDeque<(Call, Work)>,
     active: VecDeque<Exchange>,
@@ -71,10 +76,12 @@ struct Trouble {
 }
 
 impl Thread {
-    pub fn new(lib: Library, broken: Broken) -> Result<Thread, CommError> {
+    pub fn new(lib: Library, options: Options, broken: Broken) -> Result<Thread, CommError> {
         let notes = Notes::expect(&lib)?;
+        let in_rounds = lib.size >= options.rounds_from.max(2);
         Ok(Thread {
             lib,
+            in_rounds,
             broken,
             queue: VecDeque::new(),
             active: VecDeque::new(),
@@ -175,9 +182,10 @@ impl Thread {
         let number = self.next;
         self.next += 1;
         if let Some((_, cause)) = self.failed.as_ref().filter(|(from, _)| *from <= number) {
-            return work.body().fail(cause.clone().at(call.tag));
+            return work.body(0).fail(cause.clone().at(call.tag));
         }
-        let mut exchange = Exchange::new(&self.lib, number, call, work.body());
+        let body = work.body(if self.in_rounds { PARCEL_INLINE } else { INLINE });
+        let mut exchange = Exchange::new(&self.lib, number, call, self.in_rounds, body);
         let begun = exchange.begin(&self.lib);
         self.active.push_back(exchange);
         if let Err(cause) = begun {
@@ -197,7 +205,7 @@ impl Thread {
             .for_each(|exchange| exchange.fail(&cause));
         self.active.retain(|exchange| exchange.number < from);
         let queued = (from.saturating_sub(self.next) as usize).min(self.queue.len());
-        self.queue.drain(queued..).for_each(|(call, work)| work.body().fail(cause.clone().at(call.tag)));
+        self.queue.drain(queued..).for_each(|(call, work)| work.body(0).fail(cause.clone().at(call.tag)));
         self.failed = Some((from, first));
     }
 
@@ -278,7 +286,10 @@ impl Thread {
             Some(complaint) if names.is_empty() => complaint.missing.clone(),
             _ => names,
         };
-        let names = verdict(&words);
+        let mut names = verdict(&words);
+        if names.is_empty() {
+            names = missed_by_all(&words);
+        }
         let cause = match (expired, self.notes.first()) {
             (Some((_, tag, waited)), _) => {
                 let missing = or_else(names, own.complaint.as_ref());
@@ -310,13 +321,13 @@ impl Thread {
         self.notes.say(&self.lib, &note);
     }
 
-    /// What the others are told when this rank goes. Who goes at a deadline takes the collective with it; of what fails
-    /// otherwise the others have this rank's part.
+    /// What the others are told when this rank goes. Who goes at a deadline or because MPI failed takes the collective with it,
+    /// since others may wait for what it would have passed on; of what fails otherwise they have this rank's part.
     fn gone(&self, leaving: bool) -> Note {
         let (started, nowhere) = (self.started(), Tag { step: 0, op: 0 });
         let cause = self.failed.as_ref().map(|(_, cause)| cause.followed(self.lib.rank, nowhere));
         let from = match &self.failed {
-            Some((from, CommError::Deadline { .. })) => *from,
+            Some((from, CommError::Deadline { .. } | CommError::Engine { .. })) => *from,
             _ => started,
         };
         Note::Gone { from, leaving, cause }
@@ -333,7 +344,8 @@ impl Thread {
             )) => silent.as_slice(),
             _ => &[],
         };
-        let complete = self.active.is_empty() && self.queue.is_empty() && self.notes.complete(silent);
+        let complete =
+            self.active.is_empty() && self.queue.is_empty() && self.notes.complete(&self.lib, silent);
         complete || self.in_trouble() && since.elapsed() > LINGER
     }
 

@@ -41,6 +41,24 @@ pub(super) fn verdict(words: &[Option<Word>]) -> Vec<usize> {
     (0..words.len()).filter(|&rank| complaints().any(|complaint| blames(complaint, rank))).collect()
 }
 
+/// Whom everybody else misses who is held up first, in order: for when nobody is to blame, because who was late has come meanwhile.
+pub(super) fn missed_by_all(words: &[Option<Word>]) -> Vec<usize> {
+    let complaints: Vec<(usize, &Complaint)> = (0..)
+        .zip(words)
+        .filter_map(|(rank, word)| Some((rank, word.as_ref()?.complaint.as_ref()?)))
+        .filter(|(_, complaint)| !complaint.missing.is_empty())
+        .collect();
+    let first = complaints.iter().map(|(_, complaint)| complaint.number).min();
+    let missed = |rank: usize| {
+        let mut others = complaints
+            .iter()
+            .filter(|(by, complaint)| *by != rank && Some(complaint.number) == first)
+            .peekable();
+        others.peek().is_some() && others.all(|(_, complaint)| complaint.missing.contains(&rank))
+    };
+    (0..words.len()).filter(|&rank| missed(rank)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -85,5 +103,14 @@ mod tests {
     #[test]
     fn a_circle_of_waiting_ranks_blames_nobody() {
         assert_eq!(verdict(&[word(6, 5, &[1]), word(6, 5, &[0])]), [0_usize; 0]);
+    }
+
+    #[test]
+    fn who_came_too_late_is_named_for_want_of_anybody_else() {
+        // Rank 2 has come since; ranks 0 and 1 had not heard of rank 3 only because of it, and rank 3 is ahead.
+        let words = [word(6, 5, &[2, 3]), word(6, 5, &[2]), word(6, 5, &[0, 1, 3]), word(7, 6, &[0, 1, 2])];
+        assert_eq!((verdict(&words), missed_by_all(&words)), (vec![], vec![2]));
+        let circle = [word(6, 5, &[1]), word(6, 5, &[2]), word(6, 5, &[0])];
+        assert_eq!(missed_by_all(&circle), [0_usize; 0]);
     }
 }

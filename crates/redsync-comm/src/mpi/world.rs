@@ -1,11 +1,13 @@
 //! The caller's side of the engine: starts the communication thread, turns calls into commands, ends the thread.
 
 use super::body::Work;
-use super::exchange::inline_bytes;
+use super::header::inline_bytes;
 use super::library::{Library, failed};
+use super::options::Options;
 use super::thread::{Command, Thread};
 use super::ticket::{Broken, Ticket};
 use crate::{Call, CommError, Communicator, Gathered, Kind, Pending, Slot, Tag};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -23,6 +25,7 @@ const ABORT: Duration = Duration::from_secs(5);
 pub struct Mpi {
     rank: usize,
     size: usize,
+    sent: Arc<AtomicU64>,
     broken: Broken,
     /// Where commands go, and the number of the next collective: one lock, so that both have the same order.
     commands: Mutex<(u64, Sender<Command>)>,
@@ -34,6 +37,14 @@ pub struct Mpi {
 /// # Errors
 /// [`CommError::Engine`] when MPI does not start, was finalized already, or is in use by another [`Mpi`] of this process.
 pub fn world() -> Result<Mpi, CommError> {
+    world_with(Options::default())
+}
+
+/// The same with other options, which all ranks must have in common.
+///
+/// # Errors
+/// As [`world`].
+pub fn world_with(options: Options) -> Result<Mpi, CommError> {
     let (commands, inbox) = mpsc::channel();
     let broken = Broken::default();
     {
@@ -43,10 +54,11 @@ pub fn world() -> Result<Mpi, CommError> {
         }
         *thread = Some(commands.clone());
     }
-    start(inbox, broken.clone())
-        .map(|(rank, size, thread)| Mpi {
+    start(inbox, options, broken.clone())
+        .map(|(Place { rank, size, sent }, thread)| Mpi {
             rank,
             size,
+            sent,
             broken,
             commands: Mutex::new((0, commands)),
             thread: Some(thread),
@@ -54,13 +66,24 @@ pub fn world() -> Result<Mpi, CommError> {
         .inspect_err(|_| *lock(&THREAD) = None)
 }
 
+/// What the thread tells when MPI is up.
+struct Place {
+    rank: usize,
+    size: usize,
+    sent: Arc<AtomicU64>,
+}
+
 /// Starts the thread and waits until MPI is up in it.
-fn start(inbox: Receiver<Command>, broken: Broken) -> Result<(usize, usize, JoinHandle<()>), CommError> {
+fn start(
+    inbox: Receiver<Command>,
+    options: Options,
+    broken: Broken,
+) -> Result<(Place, JoinHandle<()>), CommError> {
     let (tell, told) = mpsc::channel();
     let run = move || {
         let made = Library::start().and_then(|lib| {
-            let place = (lib.rank, lib.size);
-            Ok((place, Thread::new(lib, broken)?))
+            let place = Place { rank: lib.rank, size: lib.size, sent: Arc::clone(&lib.sent) };
+            Ok((place, Thread::new(lib, options, broken)?))
         });
         match made {
             Ok((place, thread)) => {
@@ -75,8 +98,8 @@ fn start(inbox: Receiver<Command>, broken: Broken) -> Result<(usize, usize, Join
         .name("redsync-mpi".to_string())
         .spawn(run)
         .map_err(|cause| failed(&format!("cannot start the communication thread: {cause}")))?;
-    let (rank, size) = told.recv().unwrap_or_else(|_| Err(failed("the communication thread ended")))?;
-    Ok((rank, size, thread))
+    let place = told.recv().unwrap_or_else(|_| Err(failed("the communication thread ended")))?;
+    Ok((place, thread))
 }
 
 /// Ends all processes of the MPI job with this status. For after an error, when an orderly end could wait for ever.
@@ -96,6 +119,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Mpi {
+    /// How many messages this rank has handed to MPI so far, headers and notes included.
+    pub fn messages_sent(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed)
+    }
+
     fn start<T: Send + 'static>(&self, call: Call, work: impl FnOnce(Arc<Slot<T>>) -> Work) -> Pending<T> {
         let slot = Slot::new();
         let work = work(Arc::clone(&slot));
