@@ -41,7 +41,7 @@ __all__ = [
 
 
 def stats(model: torch.nn.Module | None = None) -> Stats:
-    """What a model's run sent, and what its last step cost; see `Attachment.stats`. Without a model, those of the only one."""
+    """What a model's run sent, and what its last step cost; see `Attachment.stats`. Without a model, of the only one."""
     return of(model).stats()
 
 

@@ -49,8 +49,8 @@ def attach(
 
     All ranks call it, with the same settings, before training.
 
-    Each rank adds its gradients to a residual, sends the largest of it and keeps the rest for later steps. Forward, backward
-    and ``optimizer.step()`` are written as always.
+    Each rank adds its gradients to a residual, sends the largest entries of it and keeps the rest for later steps. Forward,
+    backward and ``optimizer.step()`` are written as always.
 
     A model whose process group is not the whole world: let every rank of the world attach the same number of times, or make all
     groups before; PyTorch numbers the groups that ranks make, and `attach` makes one.
@@ -68,9 +68,9 @@ def attach(
             next 3/40, 1.5625% for 9/40 and 0.4% for 27/40, as far as these are above `density`. ``n`` or ``("dense", n)``: n
             steps during which everything is dense. ``0``: none. By default ``("ramp", 2000)``, whose messages cost the bytes of
             about 8 dense steps in all, as those of n steps cost n/240; the rest is sent as at every other step and comes on top
-            (10 to 15 dense steps together for models with many small layers). None with ``plan="paper"`` and the methods
-            ``rgc-naive`` and ``sgd``, whose messages would make it dear. About five epochs are a good ramp; a run of fewer than
-            2400 steps should have a shorter one, of at most 5/6 of it. Momentum carries over.
+            (10 to 15 dense steps together for models with many small layers). With ``plan="paper"`` and the methods ``rgc-naive``
+            and ``sgd`` there is none by default: their messages are too large for it. About five epochs are a good ramp; a run of
+            fewer than 2400 steps should have a shorter one, of at most 5/6 of it. Momentum carries over.
         clip: the largest norm of all gradients together, each rank's share of it, before they are accumulated; while everything is
             dense, of the averaged gradients. The first gradient then waits for the last. Clipping ``p.grad`` after the backward
             pass, as usual, clips what was exchanged instead.
@@ -119,7 +119,7 @@ def attach(
         log_every: a line to the logger ``redsync`` at level INFO every so many steps; 0 for none.
 
     Returns:
-        The `Attachment`: statistics, state for checkpoints.
+        the `Attachment`, for statistics and checkpoints.
 
     Raises:
         UsageError: the model, the optimizer or a setting does not fit.

@@ -48,7 +48,7 @@ def _check_free(parameters: Sequence[torch.Tensor]) -> None:
 
 
 class Attachment:
-    """What ties a model to the engine. Made by `attach`."""
+    """What ties a model to the engine, made by `attach`: its statistics, its state for checkpoints, and its end."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ sent 7,076 of 11,671,656 bytes (1/1649), compressing 3.8 ms, exchange 102.4 ms, 
             self._metrics.epoch(self.stats(), {"test_loss": test_loss, "metric": metric, "metric_name": name})
 
     def residual_norms(self) -> dict[str, float]:
-        """The norm of what each layer that is not sent as f32 has accumulated and not sent. One pass over memory."""
+        """What waits: for each layer that is not sent as f32, the norm of what was accumulated and not sent. Reads all of it."""
         return {self._names[number]: self._sync.residual_norm(number) or 0.0 for number in self._compressed}
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def is_attached(model: torch.nn.Module) -> bool:
 
 
 def of(model: torch.nn.Module | None = None) -> Attachment:
-    """The attachment of a model; without one, that of the only model."""
+    """The attachment of a model; without a model, the only one there is."""
     if model is not None:
         if model not in _attached:
             raise UsageError("redsync is not attached to this model")

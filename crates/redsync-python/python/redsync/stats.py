@@ -50,6 +50,7 @@ class LayerStats:
     """One parameter at the last step."""
 
     name: str
+    """The parameter's name in the model."""
     choice: str
     """``dense``; ``dense+8bit`` or ``dense+2bit``, if every element is sent in so many bits; or how it is compressed: a selector,
     with ``+asq`` if it is quantized. During a dense warm-up everything is dense, whatever this says."""
@@ -73,22 +74,24 @@ class Stats:
     """A model's run since `attach`, and its last step."""
 
     step: int = -1
-    """The last step."""
+    """The number of the last step; -1 before the first."""
     layers: list[LayerStats] = field(default_factory=list)
     """The parameters at the last step."""
     bytes_sent: int = 0
     """What this rank contributed to the last step: messages and dense gradients, before the backend sends them to one or more
     peers."""
     dense_bytes: int = 0
-    """What it would have contributed without compression, in the precision of its parameters."""
+    """What it would have contributed to that step without compression, in the precision of its parameters."""
     total_bytes_sent: int = 0
-    """The same of all steps since `attach`."""
+    """`bytes_sent` of all steps since `attach`."""
     total_dense_bytes: int = 0
+    """`dense_bytes` of all steps since `attach`."""
     compress_ms: float = 0.0
+    """Milliseconds of accumulating, selecting and encoding at the last step, all layers together."""
     exchange_ms: float = 0.0
-    """From the start of the first exchange to the end of the last, hidden behind the backward pass or not."""
+    """Milliseconds from the start of the first exchange to the end of the last, hidden behind the backward pass or not."""
     exposed_ms: float = 0.0
-    """How long the backward pass had to wait at its end."""
+    """Milliseconds that the backward pass had to wait at its end."""
     steps: int = 0
     """How many steps there were since `attach`."""
     traffic: Traffic = field(default_factory=Traffic)
