@@ -83,15 +83,16 @@ fn gained<N: Size, W: Size>(words: &[Vector<u32, W>], i: usize, #[comptime] kind
         Vector::<f32, N>::reinterpret(words[i])
     } else {
         let brain = comptime!(kind == BRAIN);
+        let width = N::value().comptime();
         let mut gain = Vector::<f32, N>::new(0.0f32);
-        if comptime!(N::value() == 1) {
+        if comptime!(width == 1) {
             let half = words[i / 2].extract(0usize) >> (16u32 * (i as u32 & 1u32));
             gain.insert(0usize, widened(half & 0xffffu32, brain));
         } else {
             let packed = words[i];
             #[unroll]
-            for lane in 0..N::value() {
-                let half = packed.extract(lane / 2) >> comptime!(16 * (lane as u32 & 1));
+            for lane in 0..width {
+                let half = packed.extract(comptime!(lane / 2)) >> comptime!(16 * (lane as u32 & 1));
                 gain.insert(lane, widened(half & 0xffffu32, brain));
             }
         }
@@ -474,21 +475,14 @@ pub fn add_merged(weights: &mut [f32], indices: &[u32], values: &[f32], count: u
     let place = ABSOLUTE_POS as u32;
     if place < count {
         let index = indices[place as usize];
-        let mut first = true;
-        if place > 0u32 {
-            first = indices[place as usize - 1] != index;
-        }
-        if first {
+        let before = indices[select(place > 0u32, place - 1u32, 0u32) as usize];
+        if place == 0u32 || before != index {
             let mut weight = weights[index as usize] + values[place as usize];
             let mut next = place + 1u32;
-            let mut more = next < count;
-            while more {
-                more = indices[next as usize] == index;
-                if more {
-                    weight += values[next as usize];
-                    next += 1u32;
-                    more = next < count;
-                }
+            // Both sides are evaluated.
+            while next < count && indices[min(next, count - 1u32) as usize] == index {
+                weight += values[next as usize];
+                next += 1u32;
             }
             weights[index as usize] = weight;
         }
