@@ -134,6 +134,9 @@ impl Gpu {
 
     /// A buffer with these bytes and no others.
     pub(crate) fn upload_exactly(&self, bytes: &[u8]) -> Handle {
+        if bytes.is_empty() {
+            return self.empty(0);
+        }
         self.count(bytes.len());
         self.in_order(|client| client.create_from_slice(bytes))
     }

@@ -39,8 +39,7 @@ impl GpuWeights {
 
     /// A buffer of its own with zeros, which do not come from the host.
     pub fn zeros(gpu: &Gpu, n: usize) -> Self {
-        let mut zeros =
-            GpuWeights { gpu: gpu.clone(), buffer: gpu.in_order(|client| client.empty(4 * n)), n };
+        let mut zeros = GpuWeights { gpu: gpu.clone(), buffer: gpu.empty(n), n };
         zeros.each(0.0, true);
         zeros
     }
@@ -57,7 +56,7 @@ impl GpuWeights {
 
     /// A copy on the device, which nobody shares.
     pub fn copied(&self) -> Self {
-        let buffer = self.gpu.in_order(|client| client.empty(4 * self.n));
+        let buffer = self.gpu.empty(self.n);
         let copy = GpuWeights { gpu: self.gpu.clone(), buffer, n: self.n };
         if self.n > 0 {
             let (width, length) = self.vectors();

@@ -9,7 +9,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{DType, Device, Tensor};
 use own::*;
-use redsync_burn::{Config, Copied, Distributed, Momentum};
+use redsync_burn::{Communicator, Config, Copied, Distributed, Momentum};
 use redsync_engine::{Exchange, Method, Rest, WarmUp};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ struct Step {
 /// Steps on a device: with gradients of its own, or with those that were noted on another one.
 fn steps(device: &Device, comm: Arc<Recorder>, config: Config, noted: Option<&[Step]>) -> (Vec<Step>, Log) {
     let mut digits = Digits::new();
-    let rank = redsync_burn::Communicator::rank(&*comm);
+    let rank = comm.rank();
     let made = Distributed::new(Net::new(device), config, comm.clone()).expect("a module");
     let (mut net, mut distributed) = (made.0, made.1.with_weight_decay(1e-3));
     let mut done = Vec::new();
@@ -53,7 +53,7 @@ fn steps(device: &Device, comm: Arc<Recorder>, config: Config, noted: Option<&[S
 fn same_bits(config: Config) {
     let here = run(|comm| steps(&flex(), comm, config.clone(), None));
     let there = run(|comm| {
-        let rank = redsync_burn::Communicator::rank(&*comm);
+        let rank = comm.rank();
         steps(&wgpu(), comm, config.clone(), Some(&here[rank].0))
     });
     for (rank, ((here, sent), (there, theirs))) in here.iter().zip(&there).enumerate() {
@@ -98,7 +98,7 @@ fn averages_have_the_bits_of_the_cpu_too_and_optimizers_of_burn_take_them() {
     let config = Config { momentum: Momentum::None, dense_below: Some(0), ..config(Method::RgcAsq) };
     let average = |device: &Device, comm: Arc<Recorder>| {
         let mut digits = Digits::new();
-        let rank = redsync_burn::Communicator::rank(&*comm);
+        let rank = comm.rank();
         let (mut net, mut distributed) =
             Distributed::new(Net::new(device), config.clone(), comm).expect("a module");
         // All from the CPU backend, and from the weights of the beginning.
@@ -125,7 +125,7 @@ fn watched_layers_hand_over_the_same_gradients() {
     let train = |watched: bool| {
         run(move |comm| {
             let (mut digits, device) = (Digits::new(), wgpu());
-            let rank = redsync_burn::Communicator::rank(&*comm);
+            let rank = comm.rank();
             let config = Config { warm_up: WarmUp::Dense(2), ..config(Method::Rgc) };
             let (mut net, mut distributed) =
                 Distributed::new(Net::new(&device), config, comm.clone()).expect("a module");
@@ -147,7 +147,7 @@ fn a_run_goes_on_to_the_same_bits_on_the_device_and_elsewhere_with_the_same_weig
     let dir = tempfile::TempDir::new().expect("a directory");
     run(|comm| {
         let (mut digits, device) = (Digits::new(), wgpu());
-        let rank = redsync_burn::Communicator::rank(&*comm);
+        let rank = comm.rank();
         let mut on = |steps: std::ops::Range<usize>, net: Net, distributed: &mut Distributed| {
             steps.fold(net, |net, step| {
                 let gradients = net.gradients(digits.batch(rank, step, &device), None);
@@ -187,7 +187,7 @@ struct Learned {
 
 fn learn(device: &Device, comm: Arc<Recorder>, steps: usize) -> Learned {
     let mut digits = Digits::new();
-    let rank = redsync_burn::Communicator::rank(&*comm);
+    let rank = comm.rank();
     let begin = Instant::now();
     let (mut net, mut distributed) =
         Distributed::new(Net::new(device), config(Method::Rgc), comm).expect("a module");

@@ -79,9 +79,7 @@ impl ModuleMapper for Begin {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let shape = param.shape();
         let size = shape.num_elements();
-        // About as networks begin: smaller the more there are in a row.
-        let reach = (3.0 * shape[0] as f32 / size as f32).sqrt().min(0.1);
-        let values: Vec<f32> = (0..size).map(|_| self.random.random_range(-reach..reach)).collect();
+        let values: Vec<f32> = (0..size).map(|_| self.random.random_range(-0.06..0.06)).collect();
         Param::from_tensor(Tensor::from_data(TensorData::new(values, shape), &self.device))
     }
 }
@@ -121,8 +119,8 @@ impl Digits {
         self.images.test_batch(0..self.images.test_len(), &mut pixels, &mut labels);
         let (images, labels) = tensors(&pixels, &labels, &device.clone().inner());
         let right = net.valid().forward(images, None).argmax(1).flatten(0, 1).equal(labels).int().sum();
-        let right: i32 = right.into_scalar();
-        100.0 * f64::from(right) / self.images.test_len() as f64
+        let right: i64 = right.into_scalar();
+        100.0 * right as f64 / self.images.test_len() as f64
     }
 }
 
