@@ -4,9 +4,9 @@
 use cubecl::bytes::Bytes;
 use cubecl::client::Client;
 use cubecl::device::WgpuDeviceKind;
-use cubecl::environment::stream::StreamId;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use cubecl_environment::stream::StreamId;
 use redsync_core::ConfigError;
 use redsync_engine::offload::{DeviceError, Offloaded};
 use redsync_engine::{Device, Layer, LayerCompressor};

@@ -121,12 +121,12 @@ fn weights_on_the_device_take_updates_as_those_of_the_host() {
             let apart = shared.copied();
             here.iter_mut().for_each(|w| *w *= 0.99);
             there.scale(0.99);
-            (&mut here[..]).add(update, -0.1, &mut workspace).unwrap();
+            Target::add(&mut &mut here[..], update, -0.1, &mut workspace).unwrap();
             there.add(update, -0.1, &mut workspace).unwrap();
             assert_eq!(there.read().unwrap(), here);
             assert_eq!(shared.read().unwrap(), here, "the buffer itself has changed");
             assert_eq!(apart.read().unwrap(), before, "a copy has not");
-            (&mut here[..]).fill(update, 0.7, &mut workspace).unwrap();
+            Target::fill(&mut &mut here[..], update, 0.7, &mut workspace).unwrap();
             there.fill(update, 0.7, &mut workspace).unwrap();
             assert_eq!(there.read().unwrap(), here);
         }
