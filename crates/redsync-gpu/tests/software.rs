@@ -109,7 +109,7 @@ fn weights_on_the_device_take_updates_as_those_of_the_host() {
         let before = noise(n, 1);
         // Ranks that mean the same elements, some of them all: every addition is rounded on its own.
         let message = |rank: usize| {
-            let indices: Vec<u32> = (0..n as u32).filter(|i| *i as usize % (rank + 2) == 0).collect();
+            let indices: Vec<u32> = (0..n as u32).filter(|i| i.is_multiple_of(rank as u32 + 2)).collect();
             let values = noise(indices.len(), 7 + rank as u64);
             Sparse::from_parts(n as u32, indices, values).unwrap()
         };

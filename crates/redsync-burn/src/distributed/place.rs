@@ -14,6 +14,7 @@ use {crate::cube, burn_cubecl::tensor::CubeTensor};
 
 /// A tensor of a parameter or of its gradient: f32, contiguous, where it is.
 #[derive(Clone)]
+#[cfg_attr(feature = "wgpu", allow(clippy::large_enum_variant))] // A few at a time, and moved once.
 pub(super) enum Values {
     /// In the memory of the host.
     Host(FlexTensor),
@@ -91,6 +92,7 @@ impl Values {
 }
 
 /// Where all trained parameters of a module are.
+#[cfg_attr(feature = "wgpu", allow(clippy::large_enum_variant))] // There is one of it.
 pub(super) enum Place {
     /// In the memory of the host.
     Host,
