@@ -285,6 +285,6 @@ fn a_module_that_was_moved_is_refused() {
         Distributed::new(Net::new(&device), config(Method::Rgc), Arc::new(comm)).expect("a module");
     let moved = net.fork(&flex());
     let gradients: GradientsParams = moved.gradients(Digits::new().batch(0, 0, &flex()), None);
-    let refused = distributed.step(RATE, moved, gradients).err().expect("a refusal").to_string();
+    let refused = distributed.step(RATE, moved, gradients).expect_err("a refusal").to_string();
     assert!(refused.starts_with("a parameter was moved: it is on Flex(Cpu), and was on "), "{refused}");
 }
