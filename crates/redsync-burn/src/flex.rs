@@ -63,20 +63,28 @@ pub fn values_mut(tensor: &mut FlexTensor) -> &mut [f32] {
 
 /// A tensor that is somewhere else than where we work, or of another type.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "it is of {dtype} on {device}, and only f32 on Burn's CPU backend is served (Device::flex().autodiff())"
-)]
+#[error("it is of {dtype} on {device}, and only f32 {served}", served = SERVED)]
 pub struct Unserved {
     dtype: String,
     device: String,
 }
 
+#[cfg(not(feature = "wgpu"))]
+const SERVED: &str = "on Burn's CPU backend is served (Device::flex().autodiff())";
+#[cfg(feature = "wgpu")]
+const SERVED: &str =
+    "on Burn's CPU backend (Device::flex().autodiff()) or on a GPU (Device::wgpu(kind).autodiff()) is served";
+
+/// A device without its tape, as errors name it.
+pub(crate) fn called(device: &Device) -> String {
+    let device = format!("{:?}", device.clone().inner());
+    let bare = device.strip_prefix("Device<").and_then(|device| device.strip_suffix('>'));
+    bare.unwrap_or(&device).into()
+}
+
 impl Unserved {
-    fn new(dtype: DType, device: &Device) -> Self {
-        let device = format!("{:?}", device.clone().inner());
-        let bare = device.strip_prefix("Device<").and_then(|device| device.strip_suffix('>'));
-        let device = bare.unwrap_or(&device).into();
-        Unserved { dtype: format!("{dtype:?}").to_lowercase(), device }
+    pub(crate) fn new(dtype: DType, device: &Device) -> Self {
+        Unserved { dtype: format!("{dtype:?}").to_lowercase(), device: called(device) }
     }
 
     /// Refuses a tensor that is not f32 in the memory of the host.

@@ -7,6 +7,8 @@
 
 pub mod bench_conv;
 pub mod bench_lstm;
+#[cfg(feature = "wgpu")]
+mod cube;
 mod distributed;
 pub mod flex;
 pub mod hook;
@@ -14,6 +16,8 @@ pub mod net;
 pub mod ops;
 pub mod train;
 
+#[cfg(feature = "wgpu")]
+pub use distributed::Copied;
 pub use distributed::{Distributed, DistributedError, Watch, on_threads};
 pub use redsync_comm::Communicator;
 pub use redsync_engine::{Config, Momentum};

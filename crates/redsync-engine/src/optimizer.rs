@@ -132,6 +132,12 @@ impl Optimizer {
         }
     }
 
+    /// By what the weights of a layer are multiplied before a sparse update, at a rate: for weights that are no slice, which take the update
+    /// by [`Synchronizer::apply_to`] then. None if they do not decay.
+    pub fn shrinkage(&self, layer: usize, rate: f32) -> Option<f32> {
+        self.layers.get(layer).and_then(|own| own.shrinkage(rate))
+    }
+
     /// A step of this rank alone, with gradients of its own; `t` counts steps from 1. A layer whose gradient is empty stays as it is.
     pub fn step_alone<W: AsMut<[f32]>>(
         &mut self,
@@ -231,14 +237,18 @@ impl Own {
 
     /// The decay of weights whose update is sparse.
     fn shrink(&self, weights: &mut [f32], rate: f32) {
-        if self.decay > 0.0 {
-            // Only a decay that is part of the gradient is enlarged by momentum.
-            let coefficient = match self.momentum {
-                Momentum::Adam(_) => 0.0,
-                momentum => f64::from(momentum.coefficient()),
-            };
-            let factor = apply::decay(f64::from(rate), f64::from(self.decay), coefficient) as f32;
+        if let Some(factor) = self.shrinkage(rate) {
             weights.par_iter_mut().with_min_len(PARALLEL_FROM).for_each(|w| *w *= factor);
         }
+    }
+
+    fn shrinkage(&self, rate: f32) -> Option<f32> {
+        // Only a decay that is part of the gradient is enlarged by momentum.
+        let coefficient = match self.momentum {
+            Momentum::Adam(_) => 0.0,
+            momentum => f64::from(momentum.coefficient()),
+        };
+        let factor = apply::decay(f64::from(rate), f64::from(self.decay), coefficient) as f32;
+        (self.decay > 0.0).then_some(factor)
     }
 }

@@ -1,10 +1,12 @@
 //! Devices by name, and the buffers of one: everything that is launched on a device, written to it or read from it goes through here.
 //! What must hold: one device's work is done in the order of the calls, whichever thread they come from; every copied byte is counted.
 
+use cubecl::bytes::Bytes;
 use cubecl::client::Client;
 use cubecl::device::WgpuDeviceKind;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use cubecl_environment::stream::StreamId;
 use redsync_core::ConfigError;
 use redsync_engine::offload::{DeviceError, Offloaded};
 use redsync_engine::{Device, Layer, LayerCompressor};
@@ -22,8 +24,8 @@ const AXIS: u32 = 65_535;
 #[derive(Clone)]
 pub struct Gpu {
     client: Client,
-    /// Made by the thread that opened the device; its stream is the one that all work is done on.
-    anchor: Handle,
+    /// That of the thread that opened the device: all work is done on it.
+    stream: StreamId,
     traffic: Arc<Counters>,
 }
 
@@ -74,8 +76,18 @@ impl Gpu {
 
     /// The device behind a client, such as a framework's.
     pub fn on(client: Client) -> Self {
-        let anchor = client.empty(16);
-        Gpu { client, anchor, traffic: Arc::default() }
+        Gpu { client, stream: StreamId::current(), traffic: Arc::default() }
+    }
+
+    /// The same device and counters, for work in the order of what was done to a buffer: whoever uses the buffer next waits for the
+    /// stream on which it was made, and for no other.
+    pub(crate) fn beside(&self, buffer: &Handle) -> Self {
+        Gpu { client: self.client.clone(), stream: buffer.stream, traffic: self.traffic.clone() }
+    }
+
+    /// Whether a buffer is in the memory of this device.
+    pub(crate) fn has(&self, buffer: &Handle) -> bool {
+        buffer.service == self.client.service_id()
     }
 
     /// What CubeCL calls it.
@@ -101,7 +113,7 @@ impl Gpu {
 
     /// Does something in the order of this device's work.
     pub(crate) fn in_order<T>(&self, work: impl FnOnce(&Client) -> T) -> T {
-        self.anchor.stream.executes(|| work(&self.client))
+        self.stream.executes(|| work(&self.client))
     }
 
     fn count(&self, bytes: usize) {
@@ -118,6 +130,22 @@ impl Gpu {
         let mut padded = bytes.to_vec();
         padded.resize(whole, 0);
         self.in_order(|client| client.create_from_slice(&padded))
+    }
+
+    /// A buffer with these bytes and no others.
+    pub(crate) fn upload_exactly(&self, bytes: &[u8]) -> Handle {
+        if bytes.is_empty() {
+            return self.empty(0);
+        }
+        self.count(bytes.len());
+        self.in_order(|client| client.create_from_slice(bytes))
+    }
+
+    /// Replaces what a buffer begins with.
+    pub(crate) fn write(&self, buffer: &Handle, bytes: &[u8]) {
+        self.count(bytes.len());
+        let bytes = Bytes::from_bytes_vec(bytes.to_vec());
+        self.in_order(|client| client.write(buffer, bytes));
     }
 
     /// A buffer of so many words, all zero.

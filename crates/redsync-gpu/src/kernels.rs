@@ -19,6 +19,11 @@ pub const NONE: u32 = 0;
 pub const PLAIN: u32 = 1;
 pub const NESTEROV: u32 = 2;
 
+/// How a gradient's elements are stored.
+pub const SINGLE: u32 = 0;
+pub const HALF: u32 = 1;
+pub const BRAIN: u32 = 2;
+
 /// What was sent of an element that is taken out.
 pub const WHOLE: u32 = 0;
 pub const SAME: u32 = 1;
@@ -42,6 +47,8 @@ fn seen<N: Size>(x: Vector<f32, N>, keep: u32, flip: u32) -> Vector<i32, N> {
 pub struct Form {
     /// [`NONE`], [`PLAIN`] or [`NESTEROV`].
     pub rule: u32,
+    /// [`SINGLE`], [`HALF`] or [`BRAIN`].
+    pub kind: u32,
     /// Whether the gradient is multiplied.
     pub scales: bool,
     /// Whether v is.
@@ -50,6 +57,47 @@ pub struct Form {
     pub seeks: bool,
     /// Whether both signs compete: then one maximum tells both what is not finite and what is above the floor.
     pub both: bool,
+}
+
+/// Half precision as f32, exactly: the bits of one value in the lower half of a word.
+#[cube]
+fn widened(half: u32, #[comptime] brain: bool) -> f32 {
+    if comptime!(brain) {
+        f32::reinterpret(half << 16u32)
+    } else {
+        let sign = (half & 0x8000u32) << 16u32;
+        let body = half & 0x7fffu32;
+        // A subnormal is a multiple of 2^-24; the product is exact.
+        let small = u32::reinterpret(f32::cast_from(body) * f32::reinterpret(0x3380_0000u32));
+        let normal = (body << 13u32) + 0x3800_0000u32;
+        let special = (body << 13u32) | NOT_FINITE;
+        let finite = select(body < 0x0400u32, small, normal);
+        f32::reinterpret(sign | select(body >= 0x7c00u32, special, finite))
+    }
+}
+
+/// A vector of the gradient, from words of as many bytes; by elements, two of them share a word.
+#[cube]
+fn gained<N: Size, W: Size>(words: &[Vector<u32, W>], i: usize, #[comptime] kind: u32) -> Vector<f32, N> {
+    if comptime!(kind == SINGLE) {
+        Vector::<f32, N>::reinterpret(words[i])
+    } else {
+        let brain = comptime!(kind == BRAIN);
+        let width = N::value().comptime();
+        let mut gain = Vector::<f32, N>::new(0.0f32);
+        if comptime!(width == 1) {
+            let half = words[i / 2].extract(0usize) >> (16u32 * (i as u32 & 1u32));
+            gain.insert(0usize, widened(half & 0xffffu32, brain));
+        } else {
+            let packed = words[i];
+            #[unroll]
+            for lane in 0..width {
+                let half = packed.extract(comptime!(lane / 2)) >> comptime!(16 * (lane as u32 & 1));
+                gain.insert(lane, widened(half & 0xffffu32, brain));
+            }
+        }
+        gain
+    }
 }
 
 /// The next u and v of a vector of elements; returns v. Without momentum u is not touched.
@@ -145,11 +193,11 @@ fn append<N: Size>(
     }
 }
 
-/// Accumulates a gradient of f32, and lists what is greater than the floor in the new v. `head` holds the number found and whether
+/// Accumulates a gradient, given as words, and lists what is greater than the floor in the new v. `head` holds the number found and whether
 /// something was not finite. `length` counts vectors; buffers are whole vectors, zero beyond the layer.
 #[cube(launch_unchecked)]
-pub fn accumulate<N: Size>(
-    g: &[Vector<f32, N>],
+pub fn accumulate<N: Size, W: Size>(
+    g: &[Vector<u32, W>],
     u: &mut [Vector<f32, N>],
     v: &mut [Vector<f32, N>],
     head: &[Atomic<u32>],
@@ -173,7 +221,8 @@ pub fn accumulate<N: Size>(
     for j in 0..per {
         let i = first + (j * CUBE_DIM) as usize;
         if i < length as usize {
-            let new = accumulate_one::<N>(g[i], u, v, i, scale, carry, m, zero, form);
+            let gain = gained::<N, W>(g, i, comptime!(form.kind));
+            let new = accumulate_one::<N>(gain, u, v, i, scale, carry, m, zero, form);
             most = max(most, seen::<N>(new, MAGNITUDE, 0u32));
             if comptime!(form.seeks && !form.both) {
                 best = max(best, seen::<N>(new, keep, flip));
@@ -192,34 +241,6 @@ pub fn accumulate<N: Size>(
         if largest > floor {
             append::<N>(v, head, list, first, length, capacity, floor, keep, flip, per);
         }
-    }
-}
-
-/// Half precision as f32, exactly: the bits of one value in the lower half of a word.
-#[cube]
-fn widened(half: u32, #[comptime] brain: bool) -> f32 {
-    let sign = (half & 0x8000u32) << 16u32;
-    if comptime!(brain) {
-        f32::reinterpret(half << 16u32)
-    } else {
-        let body = half & 0x7fffu32;
-        // A subnormal is a multiple of 2^-24; the product is exact.
-        let small = u32::reinterpret(f32::cast_from(body) * f32::reinterpret(0x3380_0000u32));
-        let normal = (body << 13u32) + 0x3800_0000u32;
-        let special = (body << 13u32) | NOT_FINITE;
-        let finite = select(body < 0x0400u32, small, normal);
-        f32::reinterpret(sign | select(body >= 0x7c00u32, special, finite))
-    }
-}
-
-/// Half precision to f32, two to a word; `length` counts words.
-#[cube(launch_unchecked)]
-pub fn widen(halves: &[u32], out: &mut [f32], length: u32, #[comptime] brain: bool) {
-    let i = ABSOLUTE_POS;
-    if i < length as usize {
-        let word = halves[i];
-        out[2 * i] = widened(word & 0xffffu32, brain);
-        out[2 * i + 1] = widened(word >> 16u32, brain);
     }
 }
 
@@ -443,6 +464,40 @@ pub fn scatter(
         }
         if comptime!(clear_u) {
             u[index] = 0.0f32;
+        }
+    }
+}
+
+/// Adds values to elements of weights. What an element gets stands side by side, in the order in which it is added; the unit of the first
+/// adds all of it.
+#[cube(launch_unchecked)]
+pub fn add_merged(weights: &mut [f32], indices: &[u32], values: &[f32], count: u32) {
+    let place = ABSOLUTE_POS as u32;
+    if place < count {
+        let index = indices[place as usize];
+        let before = indices[select(place > 0u32, place - 1u32, 0u32) as usize];
+        if place == 0u32 || before != index {
+            let mut weight = weights[index as usize] + values[place as usize];
+            let mut next = place + 1u32;
+            // Both sides are evaluated.
+            while next < count && indices[min(next, count - 1u32) as usize] == index {
+                weight += values[next as usize];
+                next += 1u32;
+            }
+            weights[index as usize] = weight;
+        }
+    }
+}
+
+/// Multiplies in place, or clears.
+#[cube(launch_unchecked)]
+pub fn scale<N: Size>(x: &mut [Vector<f32, N>], length: u32, factor: f32, #[comptime] clears: bool) {
+    let i = ABSOLUTE_POS;
+    if i < length as usize {
+        if comptime!(clears) {
+            x[i] = Vector::<f32, N>::new(0.0f32);
+        } else {
+            x[i] *= Vector::<f32, N>::new(factor);
         }
     }
 }

@@ -10,6 +10,7 @@ use redsync_core::{Lens, Momentum, Phase, StatLanes};
 use redsync_engine::Source;
 use redsync_engine::offload::{DeviceError, Digit, Found, Kernels, Pass, Seek, Sent};
 use std::any::Any;
+use std::borrow::Cow;
 
 /// Elements of a vector.
 const WIDTH: usize = 4;
@@ -35,8 +36,8 @@ pub struct GpuLayer {
 }
 
 /// A whole buffer as an argument of a kernel, with its length in elements of what the kernel takes it for.
-fn all(buffer: &Handle, length: usize) -> BufferArg {
-    // SAFETY: every buffer here was made with at least as many elements by the functions of `Gpu`, or checked in `gradient_buffer`.
+pub(crate) fn all(buffer: &Handle, length: usize) -> BufferArg {
+    // SAFETY: every buffer here was made with at least as many elements by the functions of `Gpu`, or checked in `gradient_on`.
     unsafe { BufferArg::from_raw_parts(buffer.clone(), length) }
 }
 
@@ -112,53 +113,26 @@ impl GpuLayer {
         to
     }
 
-    /// A gradient as f32 on this device, and the width of vectors in which it can be read.
-    fn gradient_buffer(&self, source: &dyn Source) -> Result<(Handle, usize), DeviceError> {
+    /// A gradient on this device, and the width of vectors in which it can be read.
+    fn gradient_on<'a>(&self, source: &'a dyn Source) -> Result<(Cow<'a, GpuGradient>, usize), DeviceError> {
         let any: &dyn Any = source;
-        let uploaded;
         let (gradient, padded) = match (any.downcast_ref::<GpuGradient>(), source.host()) {
-            (Some(gradient), _) => (gradient, false),
-            (None, Some(values)) => {
-                uploaded = GpuGradient::upload(&self.gpu, values);
-                (&uploaded, true)
-            }
+            (Some(gradient), _) => (Cow::Borrowed(gradient), false),
+            (None, Some(values)) => (Cow::Owned(GpuGradient::upload(&self.gpu, values)), true),
             (None, None) => return Err(DeviceError("the gradient is on another kind of device".into())),
         };
-        let bytes = gradient.len * if gradient.kind == Kind::F32 { 4 } else { 2 };
-        if gradient.buffer.size_in_used() < bytes as u64 {
+        if !self.gpu.has(&gradient.buffer) {
+            return Err(DeviceError("the gradient is on another device".into()));
+        }
+        let words = if gradient.kind == Kind::F32 { gradient.len } else { gradient.len.div_ceil(2) };
+        if gradient.buffer.size_in_used() < 4 * words as u64 {
             return Err(DeviceError(format!(
                 "the gradient's buffer is shorter than its {} elements",
                 self.n
             )));
         }
-        if gradient.kind != Kind::F32 {
-            return Ok((self.widened(gradient), WIDTH));
-        }
         let whole = padded || self.n.is_multiple_of(WIDTH);
-        Ok((gradient.buffer.clone(), if whole { WIDTH } else { 1 }))
-    }
-
-    /// Half precision as f32.
-    fn widened(&self, gradient: &GpuGradient) -> Handle {
-        let (to, words) = (self.gpu.zeros(self.n + 1), self.n.div_ceil(2));
-        if words > 0 {
-            self.gpu.moves(words + self.n);
-            self.gpu.in_order(|client| {
-                // SAFETY: the gradient has `n` halves, so that many words; the result has room for twice as many elements.
-                unsafe {
-                    kernels::widen::launch_unchecked(
-                        client,
-                        cubes(words, 1),
-                        CubeDim::new_1d(UNITS),
-                        all(&gradient.buffer, words),
-                        all(&to, 2 * words),
-                        words as u32,
-                        gradient.kind == Kind::Bf16,
-                    );
-                }
-            });
-        }
-        to
+        Ok((gradient, if whole { WIDTH } else { 1 }))
     }
 
     /// Reads what a pass has found, if it fits.
@@ -250,7 +224,7 @@ impl Kernels for GpuLayer {
             *found = Found::default();
             return Ok(true);
         }
-        let (gradient, width) = self.gradient_buffer(source)?;
+        let (gradient, width) = self.gradient_on(source)?;
         if pass.save {
             self.saved = Some((self.u.as_ref().map(|u| self.copied(u, 1.0)), self.copied(&self.v, 1.0)));
         }
@@ -262,8 +236,14 @@ impl Kernels for GpuLayer {
             Momentum::Nesterov(m) => (kernels::NESTEROV, m),
             Momentum::Adam(_) => return Err(DeviceError("it has no kernels for Adam".into())),
         };
+        let kind = match gradient.kind {
+            Kind::F32 => kernels::SINGLE,
+            Kind::F16 => kernels::HALF,
+            Kind::Bf16 => kernels::BRAIN,
+        };
         let form = Form {
             rule,
+            kind,
             scales: pass.scale != 1.0,
             carries: pass.carry != 1.0,
             seeks: seek.is_some(),
@@ -274,7 +254,15 @@ impl Kernels for GpuLayer {
         let length = if width == 1 { self.n } else { self.vectors() };
         let (u, u_length) = self.u_or_nothing();
         let head = self.gpu.zeros(2);
-        self.gpu.moves(self.n * if rule == kernels::NONE { 3 } else { 5 });
+        // Halves come as words, half as many in a vector; by elements, two share one.
+        let halves = kind != kernels::SINGLE;
+        let (packed, words) = match (halves, width) {
+            (false, _) => (width, length),
+            (true, 1) => (1, self.n.div_ceil(2)),
+            (true, _) => (width / 2, length),
+        };
+        self.gpu.moves(self.n * if rule == kernels::NONE { 2 } else { 4 });
+        self.gpu.moves(if halves { self.n.div_ceil(2) } else { self.n });
         self.gpu.in_order(|client| {
             // SAFETY: all buffers have `length` vectors of this width, the list room for `capacity` pairs.
             unsafe {
@@ -283,7 +271,8 @@ impl Kernels for GpuLayer {
                     cubes(length, PER),
                     CubeDim::new_1d(UNITS),
                     width,
-                    all(&gradient, length),
+                    packed,
+                    all(&gradient.buffer, words),
                     all(u, u_length / width),
                     all(&self.v, length),
                     all(&head, 2),
@@ -498,8 +487,7 @@ impl Kernels for GpuLayer {
     }
 
     fn gradient(&self, source: &dyn Source) -> Result<Vec<f32>, DeviceError> {
-        let (buffer, _) = self.gradient_buffer(source)?;
-        self.gpu.download_floats(&buffer, self.n)
+        self.gradient_on(source)?.0.read(&self.gpu)
     }
 
     fn read_u(&self) -> Result<Vec<f32>, DeviceError> {

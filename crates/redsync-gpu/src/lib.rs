@@ -18,10 +18,14 @@ pub mod kernels;
 mod layer;
 #[cfg(any(feature = "wgpu", feature = "cuda", feature = "hip"))]
 mod source;
+#[cfg(any(feature = "wgpu", feature = "cuda", feature = "hip"))]
+#[allow(unsafe_code)] // As above.
+mod weights;
 
 #[cfg(any(feature = "wgpu", feature = "cuda", feature = "hip"))]
 pub use {
     device::{Gpu, Traffic},
     layer::GpuLayer,
     source::{GpuGradient, Kind},
+    weights::GpuWeights,
 };

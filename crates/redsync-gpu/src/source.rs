@@ -2,8 +2,10 @@
 
 use crate::device::Gpu;
 use cubecl::server::Handle;
+use half::{bf16, f16};
 use redsync_core::Gradient;
 use redsync_engine::Source;
+use redsync_engine::offload::DeviceError;
 use std::borrow::Cow;
 
 /// How a gradient's elements are stored.
@@ -23,12 +25,42 @@ pub struct GpuGradient {
     pub(crate) buffer: Handle,
     pub(crate) len: usize,
     pub(crate) kind: Kind,
+    /// What copies it to the host, if it is wanted there.
+    reader: Option<Gpu>,
+    copy: Option<Vec<f32>>,
 }
 
 impl GpuGradient {
     /// A buffer of f32 of the device on which the layer is.
     pub fn new(buffer: Handle, len: usize) -> Self {
-        GpuGradient { buffer, len, kind: Kind::F32 }
+        Self::of(buffer, len, Kind::F32)
+    }
+
+    /// A buffer of values of some kind.
+    pub fn of(buffer: Handle, len: usize, kind: Kind) -> Self {
+        GpuGradient { buffer, len, kind, reader: None, copy: None }
+    }
+
+    /// The same for a layer that is dense at this step, or is clipped: the thread that takes the gradient copies it to the host.
+    pub fn for_host(self, gpu: &Gpu) -> Self {
+        GpuGradient { reader: Some(gpu.clone()), ..self }
+    }
+
+    /// Its values.
+    pub(crate) fn read(&self, gpu: &Gpu) -> Result<Vec<f32>, DeviceError> {
+        let half = |words: Vec<u32>, value: fn(u16) -> f32| {
+            let halves = words.into_iter().flat_map(|word| [word as u16, (word >> 16) as u16]);
+            halves.take(self.len).map(value).collect()
+        };
+        Ok(match self.kind {
+            Kind::F32 => gpu.download_floats(&self.buffer, self.len)?,
+            Kind::F16 => {
+                half(gpu.download(&self.buffer, self.len.div_ceil(2))?, |h| f16::from_bits(h).to_f32())
+            }
+            Kind::Bf16 => {
+                half(gpu.download(&self.buffer, self.len.div_ceil(2))?, |h| bf16::from_bits(h).to_f32())
+            }
+        })
     }
 
     /// Where it is.
@@ -43,7 +75,7 @@ impl GpuGradient {
             Gradient::F16(g) => (Kind::F16, bytemuck::cast_slice(g).into()),
             Gradient::Bf16(g) => (Kind::Bf16, bytemuck::cast_slice(g).into()),
         };
-        GpuGradient { buffer: gpu.upload(&bytes), len: gradient.len(), kind }
+        Self::of(gpu.upload(&bytes), gradient.len(), kind)
     }
 }
 
@@ -52,7 +84,14 @@ impl Source for GpuGradient {
         self.len
     }
 
+    fn fetch(&mut self) -> Result<(), String> {
+        if let Some(gpu) = self.reader.take() {
+            self.copy = Some(self.read(&gpu).map_err(|DeviceError(why)| why)?);
+        }
+        Ok(())
+    }
+
     fn host(&self) -> Option<Gradient<'_>> {
-        None
+        self.copy.as_deref().map(Gradient::F32)
     }
 }

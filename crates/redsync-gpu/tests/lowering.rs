@@ -35,8 +35,12 @@ macro_rules! lowered {
 fn no_form_of_the_pass_joins_a_product_and_a_sum() {
     let gpu = Gpu::open("software").unwrap();
     for rule in [kernels::NONE, kernels::PLAIN, kernels::NESTEROV] {
-        for (scales, carries, both) in [(true, true, true), (true, true, false), (false, false, true)] {
-            let form = Form { rule, scales, carries, seeks: true, both };
+        let kinds = [(kernels::SINGLE, 4), (kernels::HALF, 2), (kernels::BRAIN, 2)];
+        let scalings = [(true, true, true), (true, true, false), (false, false, true)];
+        for ((kind, words), (scales, carries, both)) in
+            kinds.into_iter().flat_map(|kind| scalings.map(|s| (kind, s)))
+        {
+            let form = Form { rule, kind, scales, carries, seeks: true, both };
             let texts = lowered!(
                 gpu,
                 kernels::accumulate::Accumulate,
@@ -55,6 +59,7 @@ fn no_form_of_the_pass_joins_a_product_and_a_sum() {
                 (),
                 (),
                 4,
+                words,
                 form,
                 8
             );
@@ -87,14 +92,13 @@ fn neither_do_the_others() {
         )
     };
     let sent = [kernels::WHOLE, kernels::SAME, kernels::ROUNDED, kernels::LISTED].map(take_out);
-    let widen =
-        [true, false].map(|brain| lowered!(gpu, kernels::widen::Widen, buffer(), buffer(), (), brain));
+    let merged = lowered!(gpu, kernels::add_merged::AddMerged, buffer(), buffer(), buffer(), ());
     let stats =
         lowered!(gpu, kernels::stats::Stats, buffer(), buffer(), buffer(), (), (), (), (), 1 << 15, 8);
     let copy = lowered!(gpu, kernels::copy::Copy, buffer(), buffer(), (), (), 4, true);
     let scatter =
         lowered!(gpu, kernels::scatter::Scatter, buffer(), buffer(), buffer(), buffer(), (), true, true);
-    for text in sent.iter().chain(&widen).chain([&stats, &copy, &scatter]).flatten() {
+    for text in sent.iter().chain([&merged, &stats, &copy, &scatter]).flatten() {
         assert!(!text.contains("fma"), "{text}");
     }
 }

@@ -7,10 +7,10 @@ mod pair;
 
 use pair::{Bench, Far, config, event, noise, run, run_large};
 use proptest::prelude::*;
-use redsync_core::{Config, Momentum, Phase, Sparse, Values, Workspace};
+use redsync_core::{Config, Momentum, Phase, Sparse, Values, Workspace, bf16, f16};
 use redsync_engine::offload::{Digit, Found, Kernels, Offloaded, Seek};
-use redsync_engine::{LayerCompressor, Source};
-use redsync_gpu::{Gpu, GpuGradient, GpuLayer};
+use redsync_engine::{LayerCompressor, Source, Target, Update};
+use redsync_gpu::{Gpu, GpuGradient, GpuLayer, GpuWeights};
 use std::sync::LazyLock;
 
 #[derive(Clone)]
@@ -69,6 +69,95 @@ fn a_gradient_that_is_no_whole_number_of_vectors_is_read_by_elements() {
     assert!(layer.accumulate(&gradient, &pass, None, &mut found).unwrap());
     let expected: Vec<f32> = noise(n, 1).iter().map(|x| x * 0.5).collect();
     assert_eq!(layer.read_v().unwrap(), expected);
+}
+
+#[test]
+fn every_half_is_widened_in_the_pass_as_on_the_host() {
+    let bench = Software::open();
+    let pass =
+        redsync_engine::offload::Pass { momentum: Momentum::None, scale: 1.0, carry: 1.0, save: false };
+    // By vectors, and by elements.
+    for n in [65_536usize, 65_535] {
+        let halves: Vec<u16> = (0..n).map(|half| half as u16).collect();
+        let here: [Vec<f32>; 2] = [
+            halves.iter().map(|half| f16::from_bits(*half).to_f32()).collect(),
+            halves.iter().map(|half| bf16::from_bits(*half).to_f32()).collect(),
+        ];
+        let there = [
+            Far::F16(halves.iter().map(|half| f16::from_bits(*half)).collect()),
+            Far::Bf16(halves.iter().map(|half| bf16::from_bits(*half)).collect()),
+        ];
+        for (here, there) in here.iter().zip(&there) {
+            let (mut layer, mut found) = (bench.layer(n), Found::default());
+            let finite = layer.accumulate(&*bench.source(there), &pass, None, &mut found).unwrap();
+            assert!(!finite, "infinities are among them");
+            for (half, (got, expected)) in layer.read_v().unwrap().iter().zip(here).enumerate() {
+                let same = (0.0 + expected).to_bits() == got.to_bits() || (got.is_nan() && expected.is_nan());
+                assert!(same, "{half:04x} of {n}: {got}, {expected}");
+            }
+            let read = layer.gradient(&*bench.source(there)).unwrap();
+            assert!(read.iter().zip(here).all(|(got, x)| got.to_bits() == x.to_bits()));
+        }
+    }
+}
+
+#[test]
+fn weights_on_the_device_take_updates_as_those_of_the_host() {
+    let bench = Software::open();
+    let mut workspace = Workspace::new(1);
+    for n in [1usize, 1003, 4096] {
+        let before = noise(n, 1);
+        // Ranks that mean the same elements, some of them all: every addition is rounded on its own.
+        let message = |rank: usize| {
+            let indices: Vec<u32> = (0..n as u32).filter(|i| i.is_multiple_of(rank as u32 + 2)).collect();
+            let values = noise(indices.len(), 7 + rank as u64);
+            Sparse::from_parts(n as u32, indices, values).unwrap()
+        };
+        let (messages, dense): (Vec<Sparse>, _) = ((0..5).map(message).collect(), noise(n, 99));
+        for update in [Update::Sparse(&messages), Update::Sparse(&[]), Update::Dense(&dense)] {
+            let mut here = before.clone();
+            let mut there = GpuWeights::upload(&bench.0, &before);
+            let shared = GpuWeights::new(&bench.0, there.buffer().clone(), n).unwrap();
+            let apart = shared.copied();
+            here.iter_mut().for_each(|w| *w *= 0.99);
+            there.scale(0.99);
+            Target::add(&mut &mut here[..], update, -0.1, &mut workspace).unwrap();
+            there.add(update, -0.1, &mut workspace).unwrap();
+            assert_eq!(there.read().unwrap(), here);
+            assert_eq!(shared.read().unwrap(), here, "the buffer itself has changed");
+            assert_eq!(apart.read().unwrap(), before, "a copy has not");
+            Target::fill(&mut &mut here[..], update, 0.7, &mut workspace).unwrap();
+            there.fill(update, 0.7, &mut workspace).unwrap();
+            assert_eq!(there.read().unwrap(), here);
+        }
+        let mut zeros = GpuWeights::zeros(&bench.0, n);
+        assert_eq!(zeros.read().unwrap(), vec![0.0; n]);
+        let other = Sparse::from_parts(n as u32 + 1, vec![n as u32], vec![1.0]).unwrap();
+        let refused = zeros.add(Update::Sparse(&[other]), 1.0, &mut workspace).unwrap_err().to_string();
+        let expected =
+            format!("the message of rank 0 is of a layer with {} elements, the target has {n}", n + 1);
+        assert_eq!(refused, expected);
+    }
+}
+
+#[test]
+fn weights_made_by_another_thread_are_changed_for_it() {
+    let bench = Software::open();
+    let n = 20_000;
+    let message = [Sparse::from_parts(n as u32, vec![3, 19_999], vec![1.0, 1.0]).unwrap()];
+    for _ in 0..50 {
+        let weights = GpuWeights::upload(&Gpu::on(bench.0.client().clone()), &vec![0.0; n]);
+        let mut theirs = GpuWeights::new(&bench.0, weights.buffer().clone(), n).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut workspace = Workspace::new(1);
+                (0..4).for_each(|_| theirs.add(Update::Sparse(&message), 0.5, &mut workspace).unwrap());
+            });
+        });
+        // A kernel of this thread reads them, not only a copy to the host.
+        let read = weights.copied().read().unwrap();
+        assert!(read.iter().enumerate().all(|(i, x)| *x == if i == 3 || i == 19_999 { 2.0 } else { 0.0 }));
+    }
 }
 
 #[test]

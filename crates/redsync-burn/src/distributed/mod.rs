@@ -3,19 +3,24 @@
 //! What must hold: all ranks begin with the weights of rank 0 and keep the same weights, bit by bit; whatever one rank cannot do ends all.
 
 mod module;
+mod place;
 mod state;
 mod threads;
 mod watch;
 
+#[cfg(feature = "wgpu")]
+pub use place::there::Copied;
 pub use threads::on_threads;
 pub use watch::Watch;
 
-use crate::flex::{BurnGradient, Unserved, values_mut};
+use crate::flex::{Unserved, called};
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
 use module::{Met, change, give, take, walk};
+use place::Place;
 use redsync_comm::{CommError, Communicator};
 use redsync_engine::file::FileError;
+use redsync_engine::offload::DeviceError;
 use redsync_engine::{Config, Kind, Layer, Momentum, Optimizer, SyncError, Synchronizer, Traffic};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -39,6 +44,21 @@ pub enum DistributedError {
     /// The module was moved to where we do not work.
     #[error("a parameter was moved: {0}")]
     Moved(#[from] Unserved),
+    /// Parameters are on two devices.
+    #[error("parameter {name} is on {device}, and {first} on {other}: a module is trained on one device")]
+    Apart {
+        /// The parameter's path.
+        name: String,
+        /// Where it is.
+        device: String,
+        /// The first parameter's path.
+        first: String,
+        /// Where that is.
+        other: String,
+    },
+    /// A device could not do what it was asked for.
+    #[error("the device failed: {0}")]
+    Device(#[from] DeviceError),
     /// The module or its gradients are not what they were.
     #[error("{0}")]
     Model(String),
@@ -104,6 +124,7 @@ pub struct Distributed {
     sync: Synchronizer,
     optimizer: Optimizer,
     watch: Watch,
+    place: Arc<Place>,
     /// The parameters that are trained, by the number of their layer.
     trained: Vec<Trained>,
     comm: Arc<dyn Communicator>,
@@ -136,7 +157,8 @@ impl Distributed {
         mut config: Config,
         comm: Arc<dyn Communicator>,
     ) -> Result<(M, Self), DistributedError> {
-        let (mut layers, mut trained) = (Vec::new(), Vec::new());
+        let (mut layers, mut trained) = (Vec::<Layer>::new(), Vec::new());
+        let mut place = None;
         for met in walk(&model) {
             let Met { path, id, trains, shape, tensor } = met;
             let kept = match (trains, &tensor) {
@@ -146,24 +168,30 @@ impl Distributed {
             };
             config.agree.push((format!("parameter {path}"), format!("{shape:?}, {kept}")));
             if trains {
-                tensor.map_err(|why| DistributedError::Unserved { name: path.clone(), why })?;
+                let tensor = tensor.map_err(|why| DistributedError::Unserved { name: path.clone(), why })?;
+                let place = place.get_or_insert_with(|| Place::of(&tensor));
+                if tensor.device() != place.device() {
+                    let (device, other) = (called(&tensor.device()), called(&place.device()));
+                    let first = layers.first().map_or(String::new(), |layer| layer.name.clone());
+                    return Err(DistributedError::Apart { name: path, device, first, other });
+                }
                 let kind = if shape.len() < 2 { Kind::BiasOrNorm } else { Kind::Weight };
                 layers.push(Layer::new(path, shape.iter().product(), kind));
                 trained.push(Trained { id, shape });
             }
         }
-        if layers.is_empty() {
-            return Err(DistributedError::Model(NOTHING.into()));
-        }
+        let mut place = place.ok_or_else(|| DistributedError::Model(NOTHING.into()))?;
         if let Some(last) = layers.iter_mut().rfind(|layer| layer.kind == Kind::Weight) {
             last.kind = Kind::Output;
         }
         let (deadline, momentum) = (config.deadline, config.momentum);
-        let sync = Synchronizer::new(layers, config, comm.clone())?;
+        let sync = place.synchronizer(layers, config, comm.clone())?;
+        let place = Arc::new(place);
         let numbers = trained.iter().enumerate().map(|(layer, trained)| (trained.id, layer)).collect();
-        let watch = Watch::new(numbers, sync.submitter());
+        let watch = Watch::new(numbers, sync.submitter(), place.clone(), place.wanted(&sync));
         let optimizer = Optimizer::new(&sync, 0.0);
-        let made = Distributed { sync, optimizer, watch, trained, comm, deadline, momentum, begun: None };
+        let begun = None;
+        let made = Distributed { sync, optimizer, watch, place, trained, comm, deadline, momentum, begun };
         Ok((made.begin_alike(model)?, made))
     }
 
@@ -180,6 +208,15 @@ impl Distributed {
     /// Where the bytes of this rank went.
     pub fn traffic(&self) -> Traffic {
         self.sync.traffic()
+    }
+
+    /// Bytes that crossed between the device of the module and the host since the last time this was asked; None if it is on the host.
+    #[cfg(feature = "wgpu")]
+    pub fn take_copied(&self) -> Option<Copied> {
+        match &*self.place {
+            Place::Host => None,
+            Place::There(resident) => Some(resident.take_copied()),
+        }
     }
 
     /// What is below: layers, choices, statistics of a step.
@@ -225,10 +262,7 @@ impl Distributed {
         self.exchange(model, gradients)?;
         let mut tensors = HashMap::new();
         for (layer, Trained { id, shape }) in self.trained.iter().enumerate() {
-            let mut tensor = crate::flex::tensor(vec![0.0; shape.iter().product()], shape);
-            // Minus minus one: the update itself.
-            self.sync.apply(layer, values_mut(&mut tensor), -1.0)?;
-            tensors.insert(*id, tensor);
+            tensors.insert(*id, self.place.averaged(&mut self.sync, layer, shape)?);
         }
         Ok(give(model, tensors))
     }
@@ -263,12 +297,12 @@ impl Distributed {
             }
         }
         self.exchange(&model, gradients)?;
-        let (watch, optimizer, sync) = (&self.watch, &mut self.optimizer, &mut self.sync);
+        let (watch, place) = (&self.watch, &self.place);
+        let (optimizer, sync) = (&mut self.optimizer, &mut self.sync);
         let moves = |id: ParamId, trains: bool| trains && watch.number(id).is_some();
-        change(model, moves, |id, mut weights| {
+        change(model, moves, |id, weights| {
             let layer = watch.number(id).unwrap_or_default();
-            optimizer.step_layer(sync, layer, values_mut(&mut weights), rate as f32)?;
-            Ok(weights)
+            place.step(optimizer, sync, layer, weights, rate as f32)
         })
     }
 
@@ -282,6 +316,7 @@ impl Distributed {
         let mut come = self.watch.come();
         let came = std::mem::replace(&mut come.layers, vec![false; self.trained.len()]);
         let failure = come.failure.take();
+        let wanted = come.wanted.clone();
         drop(come);
         failure.map_or(Ok(()), Err)?;
         for (layer, trained) in self.trained.iter().enumerate().rev() {
@@ -296,7 +331,7 @@ impl Distributed {
                 (Some(gradient), false) => {
                     let gradient =
                         gradient.map_err(|why| DistributedError::Unserved { name: name(), why })?;
-                    self.sync.submit(layer, BurnGradient::new(gradient))?;
+                    self.place.submit(&self.sync.submitter(), layer, gradient, wanted[layer])?;
                 }
             }
         }
@@ -304,6 +339,7 @@ impl Distributed {
             return Err(DistributedError::Model(STRANGE.into()));
         }
         self.sync.finish()?;
+        self.watch.come().wanted = self.place.wanted(&self.sync);
         Ok(())
     }
 

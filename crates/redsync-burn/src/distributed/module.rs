@@ -3,11 +3,11 @@
 //! one before did; nothing but values is changed.
 
 use super::DistributedError;
-use crate::flex::{Inner, Unserved, served};
-use burn::backend::flex::FlexTensor;
+use super::place::Values;
+use crate::flex::Unserved;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use std::collections::{HashMap, HashSet};
 
 /// A float parameter, or what a module keeps like one, such as running statistics.
@@ -18,7 +18,7 @@ pub(super) struct Met {
     /// Whether it has gradients.
     pub trains: bool,
     pub shape: Vec<usize>,
-    pub tensor: Result<FlexTensor, Unserved>,
+    pub tensor: Result<Values, Unserved>,
 }
 
 /// All float parameters of a module, in its order.
@@ -48,20 +48,20 @@ impl ModuleVisitor for Walk {
             let (path, trains) = (self.path.join("."), param.is_require_grad());
             let path = if path.is_empty() { "parameter".into() } else { path };
             let shape = param.shape().to_vec();
-            self.met.push(Met { path, id: param.id, trains, shape, tensor: served(param.base()) });
+            self.met.push(Met { path, id: param.id, trains, shape, tensor: Values::of(param.base()) });
         }
     }
 }
 
 /// What becomes of a parameter's tensor, which is contiguous and, unless the user holds a clone, shared with nobody.
-pub(super) type Changed = Result<FlexTensor, DistributedError>;
+pub(super) type Changed = Result<Values, DistributedError>;
 
 /// The module with other values where there are some for a parameter: by its id and whether it trains the first function says if there are,
 /// the second then gets its tensor.
 pub(super) fn change<M: Module>(
     model: M,
     has: impl Fn(ParamId, bool) -> bool,
-    mut put: impl FnMut(ParamId, FlexTensor) -> Changed,
+    mut put: impl FnMut(ParamId, Values) -> Changed,
 ) -> Result<M, DistributedError> {
     let mut twice = Twice::default();
     model.visit(&mut twice);
@@ -83,7 +83,7 @@ impl ModuleVisitor for Twice {
 
 struct Change<'a> {
     has: &'a dyn Fn(ParamId, bool) -> bool,
-    put: &'a mut dyn FnMut(ParamId, FlexTensor) -> Changed,
+    put: &'a mut dyn FnMut(ParamId, Values) -> Changed,
     tied: HashSet<ParamId>,
     /// Tensors of the tied parameters that were changed: Burn's container of tensors by parameter.
     done: GradientsParams,
@@ -96,7 +96,7 @@ impl ModuleMapper for Change<'_> {
         if self.failure.is_some() || !(self.has)(id, param.is_require_grad()) {
             return param;
         }
-        if let Err(unserved) = Unserved::check(&*param) {
+        if let Err(unserved) = Values::check(&*param) {
             self.failure = Some(unserved.into());
             return param;
         }
@@ -115,13 +115,12 @@ impl ModuleMapper for Change<'_> {
 impl Change<'_> {
     fn changed<const D: usize>(&mut self, id: ParamId, tensor: Tensor<D>) -> Tensor<D> {
         let (trains, strategy) = (tensor.is_require_grad(), tensor.gradient_checkpointing_strategy());
-        let made = served(tensor).map_err(DistributedError::from).and_then(|inner| (self.put)(id, inner));
-        let made = made.unwrap_or_else(|error| {
+        let made = Values::of(tensor).map_err(DistributedError::from).and_then(|inner| (self.put)(id, inner));
+        let tensor = made.map(Values::tensor).unwrap_or_else(|error| {
             self.failure = Some(error);
             // The module is lost with the error.
-            FlexTensor::zeros([1; D].into(), burn::tensor::DType::F32)
+            Tensor::zeros([1; D], &Device::flex())
         });
-        let tensor = Tensor::from_primitive::<Inner>(made);
         match strategy {
             None => tensor,
             Some(strategy) => {
@@ -135,7 +134,7 @@ impl Change<'_> {
 pub(super) fn take<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
-) -> HashMap<ParamId, Result<FlexTensor, Unserved>> {
+) -> HashMap<ParamId, Result<Values, Unserved>> {
     let mut take = Take { gradients, taken: HashMap::new() };
     model.visit(&mut take);
     take.taken
@@ -143,33 +142,33 @@ pub(super) fn take<M: Module>(
 
 struct Take<'a> {
     gradients: &'a mut GradientsParams,
-    taken: HashMap<ParamId, Result<FlexTensor, Unserved>>,
+    taken: HashMap<ParamId, Result<Values, Unserved>>,
 }
 
 impl ModuleVisitor for Take<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(gradient) = self.gradients.remove::<D>(param.id) {
-            self.taken.insert(param.id, served(gradient));
+            self.taken.insert(param.id, Values::of(gradient));
         }
     }
 }
 
 /// Values for the parameters of a module, as optimizers of Burn take them.
-pub(super) fn give<M: Module>(model: &M, tensors: HashMap<ParamId, FlexTensor>) -> GradientsParams {
+pub(super) fn give<M: Module>(model: &M, tensors: HashMap<ParamId, Values>) -> GradientsParams {
     let mut give = Give { tensors, given: GradientsParams::new() };
     model.visit(&mut give);
     give.given
 }
 
 struct Give {
-    tensors: HashMap<ParamId, FlexTensor>,
+    tensors: HashMap<ParamId, Values>,
     given: GradientsParams,
 }
 
 impl ModuleVisitor for Give {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if let Some(tensor) = self.tensors.remove(&param.id) {
-            self.given.register(param.id, Tensor::<D>::from_primitive::<Inner>(tensor));
+            self.given.register(param.id, tensor.tensor::<D>());
         }
     }
 }

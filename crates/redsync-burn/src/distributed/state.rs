@@ -7,13 +7,13 @@
 //! ```
 
 use super::module::{Met, change, walk};
+use super::place::Values;
 use super::{Distributed, DistributedError};
-use crate::flex::{values, values_mut};
-use burn::backend::flex::FlexTensor;
 use burn::module::{Module, ParamId};
 use redsync_comm::{CommError, Tag};
 use redsync_engine::file::{self, About, FileError};
 use redsync_engine::replica_hash;
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
@@ -33,7 +33,7 @@ enum Op {
 }
 
 /// A tensor of a module, by its path.
-type Held = (ParamId, String, FlexTensor);
+type Held = (ParamId, String, Values);
 
 impl Distributed {
     fn tag(&self, op: Op) -> Tag {
@@ -46,13 +46,15 @@ impl Distributed {
         let mut begin = HashMap::new();
         for Met { id, path, tensor, .. } in walk(&model) {
             let Ok(tensor) = tensor else { continue };
-            let bytes = values(&tensor).iter().flat_map(|x| x.to_le_bytes());
-            let bytes = if own == 0 { bytes.collect() } else { Vec::new() };
+            let bytes = match own {
+                0 => tensor.read()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
+                _ => Vec::new(),
+            };
             let all = self.comm.allgather(self.tag(Op::Begin), bytes).wait(self.deadline).map_err(failed)?;
             let floats = all.from_rank(0).chunks_exact(4);
             let floats: Vec<f32> = floats.map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
             if own != 0 {
-                begin.insert(id, fitting(&path, floats, values(&tensor).len())?);
+                begin.insert(id, fitting(&path, floats, tensor.len())?);
             }
         }
         put(model, begin)
@@ -65,14 +67,14 @@ impl Distributed {
     }
 
     fn checked(&self, met: &[Met]) -> Result<u64, DistributedError> {
-        let mut layers: Vec<Option<&[f32]>> = vec![None; self.trained.len()];
+        let mut layers: Vec<Option<Cow<'_, [f32]>>> = vec![None; self.trained.len()];
         for Met { id, path, tensor, .. } in met {
             if let Some(layer) = self.watch.number(*id) {
                 let unserved = |why| DistributedError::Unserved { name: path.clone(), why };
-                layers[layer] = Some(values(tensor.as_ref().map_err(|why| unserved(why.clone()))?));
+                layers[layer] = Some(tensor.as_ref().map_err(|why| unserved(why.clone()))?.read()?);
             }
         }
-        let layers: Option<Vec<&[f32]>> = layers.into_iter().collect();
+        let layers: Option<Vec<&[f32]>> = layers.iter().map(Option::as_deref).collect();
         let other = || DistributedError::Model("this is not the module that was made distributed".into());
         Ok(self.sync.check_replicas(&layers.ok_or_else(other)?)?)
     }
@@ -89,12 +91,15 @@ impl Distributed {
         if own.is_empty() {
             return Ok(model);
         }
-        let joined: Vec<f32> = own.iter().flat_map(|(_, _, tensor)| values(tensor)).copied().collect();
+        let mut joined = Vec::new();
+        for (_, _, values) in &own {
+            joined.extend_from_slice(&values.read()?);
+        }
         let sum = self.comm.allreduce(self.tag(Op::Mean), joined).wait(self.deadline);
         let sum = sum.map_err(|source| failed("running statistics", source))?;
         let (share, mut rest, mut means) = (1.0 / self.comm.size() as f32, &sum[..], HashMap::new());
-        for (id, _, tensor) in own {
-            let (mine, behind) = rest.split_at(values(&tensor).len());
+        for (id, _, values) in own {
+            let (mine, behind) = rest.split_at(values.len());
             means.insert(id, mine.iter().map(|sum| sum * share).collect());
             rest = behind;
         }
@@ -106,7 +111,10 @@ impl Distributed {
         let held = walk(model).into_iter().filter_map(|met| Some((met.id, met.path, met.tensor.ok()?)));
         let (mut alike, rest): (Vec<Held>, Vec<Held>) =
             held.partition(|held| self.watch.number(held.0).is_some());
-        let hashes = rest.iter().flat_map(|held| replica_hash(&[values(&held.2)]).to_le_bytes()).collect();
+        let mut hashes = Vec::new();
+        for (_, _, values) in &rest {
+            hashes.extend(replica_hash(&[&values.read()?]).to_le_bytes());
+        }
         let all = self.comm.allgather(self.tag(Op::Differ), hashes).wait(self.deadline);
         let all = all.map_err(|source| failed("hashes of running statistics", source))?;
         let mut own = Vec::new();
@@ -132,14 +140,16 @@ impl Distributed {
         let model = model.valid(); // brings running statistics up to date
         let hash = self.checked(&walk(&model))?;
         let (alike, own) = self.alike_and_own(&model)?;
+        let read = |(_, path, values): Held| Ok((path, values.read()?.into_owned()));
         if self.comm.rank() == 0 {
             let about = About::from([("replica-hash".into(), format!("{hash:016x}"))]);
             let moments: Vec<_> = self.optimizer.moments().collect();
             let moments = moments.iter().map(|(name, values)| (name.as_str(), *values));
-            let tensors = alike.iter().map(|(_, path, tensor)| (path.as_str(), values(tensor)));
+            let alike: Vec<_> = alike.into_iter().map(read).collect::<Result<_, DistributedError>>()?;
+            let tensors = alike.iter().map(|(path, values)| (path.as_str(), &values[..]));
             file::write(&dir.join(MODEL_FILE), FORMAT, &about, tensors.chain(moments))?;
         }
-        let own = own.into_iter().map(|(_, path, tensor)| (path, values(&tensor).to_vec())).collect();
+        let own = own.into_iter().map(read).collect::<Result<_, DistributedError>>()?;
         self.sync.save(dir, hash, own)?;
         let barrier = self.comm.barrier(self.tag(Op::Saved)).wait(self.deadline);
         barrier.map_err(|source| failed("a checkpoint", source))
@@ -165,7 +175,7 @@ impl Distributed {
             let Ok(tensor) = tensor else { continue };
             let kept = tensors.remove(&path).or_else(|| own.remove(&path));
             let kept = kept.ok_or_else(|| wrong(format!("it has no {path}: it is of another module")))?;
-            held.insert(id, fitting(&path, kept, values(&tensor).len())?);
+            held.insert(id, fitting(&path, kept, tensor.len())?);
         }
         self.optimizer
             .restore(|name, size| tensors.remove(name).map(|kept| fitting(name, kept, size)).transpose())?;
@@ -173,6 +183,7 @@ impl Distributed {
             return Err(wrong(format!("it has {name}, which is not of this module")));
         }
         self.begun = None;
+        self.watch.come().wanted = self.place.wanted(&self.sync);
         let model = put(model, held)?;
         match self.checked(&walk(&model))? == hash {
             true => Ok(model),
@@ -196,12 +207,5 @@ fn fitting(path: &str, values: Vec<f32>, size: usize) -> Result<Vec<f32>, Distri
 
 /// The module with these values.
 fn put<M: Module>(model: M, new: HashMap<ParamId, Vec<f32>>) -> Result<M, DistributedError> {
-    change(
-        model,
-        |id, _| new.contains_key(&id),
-        |id, mut tensor| {
-            values_mut(&mut tensor).copy_from_slice(&new[&id]);
-            Ok(tensor)
-        },
-    )
+    change(model, |id, _| new.contains_key(&id), |id, tensor: Values| tensor.write(&new[&id]))
 }

@@ -2,11 +2,12 @@
 //! Comes in: a layer of the user's module with its input. Goes out: the same layer, watched. What must hold: a gradient that came this way
 //! is taken once; a layer that cannot be watched is given back as it is, and its gradients are taken at the end.
 
-use crate::flex::BurnGradient;
+use super::DistributedError;
+use super::place::{Place, Values};
 use crate::hook::{OnGradient, watch};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::Tensor;
-use redsync_engine::{Submitter, SyncError};
+use redsync_engine::Submitter;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -15,19 +16,27 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct Watch {
     layers: Arc<HashMap<ParamId, usize>>,
     submitter: Submitter,
+    place: Arc<Place>,
     come: Arc<Mutex<Come>>,
 }
 
 /// What came during the backward pass.
 pub(super) struct Come {
     pub layers: Vec<bool>,
-    pub failure: Option<SyncError>,
+    /// The layers whose gradients are wanted in the memory of the host at this step.
+    pub wanted: Vec<bool>,
+    pub failure: Option<DistributedError>,
 }
 
 impl Watch {
-    pub(super) fn new(layers: HashMap<ParamId, usize>, submitter: Submitter) -> Self {
-        let come = Come { layers: vec![false; layers.len()], failure: None };
-        Watch { layers: Arc::new(layers), submitter, come: Arc::new(Mutex::new(come)) }
+    pub(super) fn new(
+        layers: HashMap<ParamId, usize>,
+        submitter: Submitter,
+        place: Arc<Place>,
+        wanted: Vec<bool>,
+    ) -> Self {
+        let come = Come { layers: vec![false; layers.len()], wanted, failure: None };
+        Watch { layers: Arc::new(layers), submitter, place, come: Arc::new(Mutex::new(come)) }
     }
 
     /// The number of a parameter's layer.
@@ -54,10 +63,11 @@ impl Watch {
         layer.clone().map(&mut Watching { watch: self, input })
     }
 
-    fn on_gradient(&self) -> OnGradient {
+    fn on_gradient<T: 'static>(&self, values: fn(T) -> Values) -> OnGradient<T> {
         let watch = self.clone();
         Arc::new(move |layer, gradient| {
-            let submitted = watch.submitter.submit(layer, BurnGradient::new(gradient));
+            let wanted = watch.come().wanted[layer];
+            let submitted = watch.place.submit(&watch.submitter, layer, values(gradient), wanted);
             let mut come = watch.come();
             come.layers[layer] = true;
             if let Err(error) = submitted {
@@ -77,8 +87,14 @@ impl<const E: usize> ModuleMapper for Watching<'_, E> {
         match self.watch.number(param.id).filter(|_| param.is_require_grad()) {
             None => param,
             Some(layer) => param.map(|weight| {
-                let watched = watch(weight.clone(), self.input, layer, self.watch.on_gradient());
-                watched.unwrap_or(weight)
+                #[cfg(feature = "wgpu")]
+                if crate::cube::is_here(&weight) {
+                    let on_gradient = self.watch.on_gradient(Values::There);
+                    let watched = crate::hook::watch_there(weight.clone(), self.input, layer, on_gradient);
+                    return watched.unwrap_or(weight);
+                }
+                let on_gradient = self.watch.on_gradient(Values::Host);
+                watch(weight.clone(), self.input, layer, on_gradient).unwrap_or(weight)
             }),
         }
     }

@@ -321,7 +321,12 @@ fn what_is_not_served_is_said_in_a_sentence_on_all_ranks() {
         let double = Double { first: LinearConfig::new(2, 2).init(&device()), second };
         Distributed::new(double, Config::default(), comm).err().expect("a refusal").to_string()
     });
-    let why = "parameter second: it is of f64 on Flex(Cpu), and only f32 on Burn's CPU backend is served (Device::flex().autodiff())";
+    let served = match cfg!(feature = "wgpu") {
+        false => "is served (Device::flex().autodiff())",
+        true => "(Device::flex().autodiff()) or on a GPU (Device::wgpu(kind).autodiff()) is served",
+    };
+    let why =
+        format!("parameter second: it is of f64 on Flex(Cpu), and only f32 on Burn's CPU backend {served}");
     assert_eq!(ended[1], why);
     assert_eq!(ended[0], format!("rank 1 gave up: {why}"));
 
