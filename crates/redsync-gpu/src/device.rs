@@ -148,11 +148,6 @@ impl Gpu {
         self.in_order(|client| client.write(buffer, bytes));
     }
 
-    /// A buffer of so many words, all zero.
-    pub(crate) fn zeros(&self, n: usize) -> Handle {
-        self.upload(&vec![0u8; 4 * n])
-    }
-
     /// A buffer of so many words, of unknown content.
     pub(crate) fn empty(&self, n: usize) -> Handle {
         self.in_order(|client| client.empty((4 * n).next_multiple_of(16).max(16)))

@@ -4,6 +4,7 @@
 use crate::device::{Gpu, UNITS, cubes};
 use crate::kernels::{self, Form};
 use crate::source::{GpuGradient, Kind};
+use crate::weights::GpuWeights;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use redsync_core::{Lens, Momentum, Phase, StatLanes};
@@ -18,6 +19,9 @@ const WIDTH: usize = 4;
 const PER: u32 = 8;
 /// Elements that a unit of a histogram counts: many, since a cube's bins are added to the common ones at its end.
 const COUNTED: u32 = 64;
+
+/// What a pass counts in begins like this: nothing found, nothing that is not finite.
+const HEAD: [u8; 8] = [0; 8];
 
 /// One layer on a device.
 pub struct GpuLayer {
@@ -41,6 +45,11 @@ pub(crate) fn all(buffer: &Handle, length: usize) -> BufferArg {
     unsafe { BufferArg::from_raw_parts(buffer.clone(), length) }
 }
 
+/// A buffer of so many words, all zero, up to whole vectors. They do not come from the host.
+fn zeros(gpu: &Gpu, n: usize) -> Handle {
+    GpuWeights::zeros(gpu, n.next_multiple_of(WIDTH)).into_buffer()
+}
+
 /// The bits of a floor that is not negative, as the kernels compare them.
 fn bits(floor: f32) -> i32 {
     floor.to_bits() as i32
@@ -58,7 +67,7 @@ impl GpuLayer {
             gpu: gpu.clone(),
             n,
             u: None,
-            v: gpu.zeros(n),
+            v: zeros(gpu, n),
             saved: None,
             list: gpu.empty(0),
             listed: 0,
@@ -209,7 +218,7 @@ impl GpuLayer {
 
 impl Kernels for GpuLayer {
     fn make_u(&mut self) -> Result<(), DeviceError> {
-        self.u = Some(self.gpu.zeros(self.n));
+        self.u = Some(zeros(&self.gpu, self.n));
         Ok(())
     }
 
@@ -253,7 +262,7 @@ impl Kernels for GpuLayer {
         // A gradient that is not whole vectors is read by elements, and so is the rest.
         let length = if width == 1 { self.n } else { self.vectors() };
         let (u, u_length) = self.u_or_nothing();
-        let head = self.gpu.zeros(2);
+        let head = self.gpu.upload(&HEAD);
         // Halves come as words, half as many in a vector; by elements, two share one.
         let halves = kind != kernels::SINGLE;
         let (packed, words) = match (halves, width) {
@@ -300,7 +309,7 @@ impl Kernels for GpuLayer {
             return Ok(());
         }
         self.make_room(seek.capacity);
-        let (length, head) = (self.vectors(), self.gpu.zeros(2));
+        let (length, head) = (self.vectors(), self.gpu.upload(&HEAD));
         let Lens { keep, flip } = seek.phase.lens();
         self.gpu.moves(self.n);
         self.gpu.in_order(|client| {
@@ -328,7 +337,7 @@ impl Kernels for GpuLayer {
 
     fn histogram(&mut self, phase: Phase, digit: Digit, prefix: u32) -> Result<Vec<u32>, DeviceError> {
         let size = 1 << digit.bits;
-        let bins = self.gpu.zeros(size);
+        let bins = zeros(&self.gpu, size);
         let Lens { keep, flip } = phase.lens();
         if self.n > 0 {
             self.gpu.moves(self.n);
@@ -359,7 +368,7 @@ impl Kernels for GpuLayer {
     fn count_above(&mut self, phase: Phase, thresholds: &[f32]) -> Result<Vec<usize>, DeviceError> {
         let many = thresholds.len();
         let floors: Vec<i32> = thresholds.iter().map(|t| bits(*t)).collect();
-        let (floors, counts) = (self.gpu.upload(bytemuck::cast_slice(&floors)), self.gpu.zeros(many));
+        let (floors, counts) = (self.gpu.upload(bytemuck::cast_slice(&floors)), zeros(&self.gpu, many));
         let length = self.vectors();
         let Lens { keep, flip } = phase.lens();
         if length > 0 && many > 0 {

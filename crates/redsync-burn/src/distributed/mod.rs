@@ -300,10 +300,13 @@ impl Distributed {
         let (watch, place) = (&self.watch, &self.place);
         let (optimizer, sync) = (&mut self.optimizer, &mut self.sync);
         let moves = |id: ParamId, trains: bool| trains && watch.number(id).is_some();
-        change(model, moves, |id, weights| {
+        let mut any = false;
+        let model = change(model, moves, |id, weights| {
+            any = true;
             let layer = watch.number(id).unwrap_or_default();
             place.step(optimizer, sync, layer, weights, rate as f32)
-        })
+        })?;
+        if any { Ok(model) } else { Err(DistributedError::Model(IDLE.into())) }
     }
 
     /// Hands over what did not come during the backward pass, the last layer first, and waits for the updates.
@@ -350,6 +353,7 @@ impl Distributed {
 }
 
 const NOTHING: &str = "the module has no parameter that is trained: make it on a device with gradients (Device::flex().autodiff())";
+const IDLE: &str = "no parameter of the module is trained any more: all were frozen, or the module was moved to another device";
 const TWICE: &str = "the configuration has momentum: let step update the weights, or choose Momentum::None and an optimizer with its own";
 const LATE: &str = "layers are watched: begin(rate) comes before the forward pass";
 const STRANGE: &str =

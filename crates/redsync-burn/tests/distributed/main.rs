@@ -243,6 +243,18 @@ fn a_parameter_that_is_frozen_later_stays_and_one_that_was_frozen_cannot_come_ba
     assert!(ended.iter().any(|said| said == why), "{ended:?}");
 }
 
+#[test]
+fn a_module_that_is_not_trained_any_more_is_refused() {
+    let ended = run(2, |_, comm| {
+        let config = everything(Momentum::None, WarmUp::None);
+        let (parts, mut distributed) = Distributed::new(Parts::new(), config, comm).expect("a module");
+        let refused = distributed.step(RATE, parts.no_grad(), GradientsParams::new());
+        refused.expect_err("a refusal").to_string()
+    });
+    let why = "no parameter of the module is trained any more: all were frozen, or the module was moved to another device";
+    assert!(ended.iter().any(|said| said == why), "{ended:?}");
+}
+
 /// One parameter at two places.
 #[derive(Module, Debug)]
 struct Tied {
