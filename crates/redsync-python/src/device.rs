@@ -4,8 +4,8 @@
 use crate::memory::{Tensor, lent};
 use crate::tensor::Given;
 use pyo3::prelude::*;
-use redsync_core::{Compressor, Config, ConfigError, IndexCode, Momentum, Phase, StatLanes};
-use redsync_engine::offload::{DeviceError, Digit, Found, Kernels, Offloaded, Pass, Seek, Sent};
+use redsync_core::{Compressor, Config, ConfigError, Momentum, Phase, StatLanes};
+use redsync_engine::offload::{DeviceError, Digit, Found, Kernels, Offloaded, Pass, Seek, Sent, serves};
 use redsync_engine::{Device, Layer, LayerCompressor, Source};
 use std::any::Any;
 
@@ -14,15 +14,13 @@ use std::any::Any;
 pub struct Devices(pub Option<Py<PyAny>>);
 
 impl Device for Devices {
-    /// What is sent whole is as well compressed on the host, and Adam is there only.
     fn compressor(
         &self,
         number: u32,
         layer: &Layer,
         config: Config,
     ) -> Result<Box<dyn LayerCompressor>, ConfigError> {
-        let fits = config.indices != IndexCode::Every && !matches!(config.momentum, Momentum::Adam(_));
-        let made = self.0.as_ref().filter(|_| fits).map(|make| {
+        let made = self.0.as_ref().filter(|_| serves(&config)).map(|make| {
             Python::attach(|py| {
                 make.call1(py, (number,))?.extract::<Option<Py<PyAny>>>(py).map_err(PyErr::from)
             })

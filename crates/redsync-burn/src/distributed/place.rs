@@ -225,7 +225,8 @@ pub(super) mod there {
 
     use super::*;
     use burn_cubecl::CubeDevice;
-    use redsync_core::{ConfigError, IndexCode};
+    use redsync_core::ConfigError;
+    use redsync_engine::offload::serves;
     use redsync_engine::{Exchange, Host, LayerCompressor, Update};
     use redsync_gpu::{Gpu, GpuGradient, GpuWeights};
     use std::cell::RefCell;
@@ -256,15 +257,13 @@ pub(super) mod there {
     struct Placing<'a>(&'a Gpu, RefCell<&'a mut Vec<bool>>);
 
     impl redsync_engine::Device for Placing<'_> {
-        /// What is sent whole is as well compressed on the host, and Adam is there only.
         fn compressor(
             &self,
             number: u32,
             layer: &Layer,
             config: redsync_core::Config,
         ) -> Result<Box<dyn LayerCompressor>, ConfigError> {
-            let adam = matches!(config.momentum, redsync_engine::Momentum::Adam(_));
-            if config.indices == IndexCode::Every || adam {
+            if !serves(&config) {
                 return Host.compressor(number, layer, config);
             }
             if let Some(resident) = self.1.borrow_mut().get_mut(number as usize) {

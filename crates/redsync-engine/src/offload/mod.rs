@@ -9,13 +9,18 @@ mod resident;
 pub use layer::Offloaded;
 
 use crate::source::Source;
-use redsync_core::{Momentum, Phase, StatLanes};
+use redsync_core::{Config, IndexCode, Momentum, Phase, StatLanes};
 use thiserror::Error;
 
 /// A device could not do what it was asked for, in a sentence. What u and v are then is not known.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[error("{0}")]
 pub struct DeviceError(pub String);
+
+/// Whether a layer of this configuration is for a device: what is sent whole is as well compressed on the host, and Adam is there only.
+pub fn serves(config: &Config) -> bool {
+    config.indices != IndexCode::Every && !matches!(config.momentum, Momentum::Adam(_))
+}
 
 /// What a pass does to u and v. Every operation below is one of f32, rounded to nearest: no fused multiply-add, no flushed subnormal.
 ///
