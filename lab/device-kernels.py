@@ -18,6 +18,7 @@ BYTES = {
     ("accumulate", "fp16"): "18",
     ("compact", "fp32"): "4",
     ("histogram", "fp32"): "4",
+    ("edge", "fp32"): "none; 8 KB in all",
     ("count_above", "fp32"): "4, for all thresholds",
     ("statistics", "fp32"): "4",
     ("take_out", "fp32"): "none; 17 per candidate",

@@ -72,6 +72,11 @@ pub trait Communicator: Send + Sync {
     /// The engine, such as `"local"` or `"mpi"`.
     fn name(&self) -> &'static str;
 
+    /// A name that ranks have in common if they share memory, and only they; None if the engine does not know.
+    fn host(&self) -> Option<String> {
+        None
+    }
+
     /// Starts a variable-length allgather: every rank receives every rank's bytes, its own included.
     fn allgather(&self, tag: Tag, message: Vec<u8>) -> Pending<Gathered>;
 

@@ -122,10 +122,13 @@ fn rank(verdicts: &Path, arguments: &[String]) -> ExitCode {
         wait_for(&(0..size).collect::<Vec<_>>(), verdicts, kind);
     };
     let outcome = catch_unwind(AssertUnwindSafe(|| match case.as_str() {
-        "healthy" => HEALTHY.iter().for_each(|(name, case)| {
-            eprintln!("rank {rank}: {name}");
-            case(&comm);
-        }),
+        "healthy" => {
+            assert_eq!(comm.host().as_deref(), Some("that of rank 0"), "all are on one machine");
+            HEALTHY.iter().for_each(|(name, case)| {
+                eprintln!("rank {rank}: {name}");
+                case(&comm);
+            })
+        }
         _ => match OWN.iter().find(|(name, _)| name == case) {
             Some((_, run)) => run(&comm, verdicts),
             None => {

@@ -21,22 +21,21 @@ const BEFORE: u32 = 1 << 29;
 /// Marks what ranks of a host tell each other after it.
 const AFTER: u32 = 1 << 28;
 
-/// The name of the host of a rank: with so many ranks on each host, one after the other, which of them that is; otherwise what the machine
-/// is called, if it says so.
+/// The name of the host of a rank, for [`Config::host`]: with so many ranks on each host, one after the other, which of them that is. None
+/// leaves it to the communicator, and to what machines are called.
 ///
 /// ```
 /// use redsync_engine::host_of;
 /// assert_eq!(host_of(5, Some(4)).as_deref(), Some("1"));
 /// ```
 pub fn host_of(rank: usize, ranks_per_host: Option<usize>) -> Option<String> {
-    match ranks_per_host {
-        Some(each) => Some((rank / each.max(1)).to_string()),
-        None => {
-            let name =
-                std::fs::read_to_string("/proc/sys/kernel/hostname").or_else(|_| std::env::var("HOSTNAME"));
-            name.ok().map(|name| name.trim().to_string()).filter(|name| !name.is_empty())
-        }
-    }
+    ranks_per_host.map(|each| (rank / each.max(1)).to_string())
+}
+
+/// What this machine is called, if it says so.
+fn machine() -> Option<String> {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").or_else(|_| std::env::var("HOSTNAME"));
+    name.ok().map(|name| name.trim().to_string()).filter(|name| !name.is_empty())
 }
 
 /// Where a rank sits.
@@ -87,7 +86,8 @@ pub(crate) struct Hosts {
 impl Hosts {
     /// Every rank says where it is.
     pub fn find(config: &Config, comm: &Arc<dyn Communicator>) -> Result<Hosts, SyncError> {
-        let names = hello::gather(&**comm, &json!(config.host), config)?;
+        let host = config.host.clone().or_else(|| comm.host()).or_else(machine);
+        let names = hello::gather(&**comm, &json!(host), config)?;
         let names: Vec<Option<&str>> = names.iter().map(|name| name.as_str()).collect();
         let groups = group(&names).map_err(SyncError::Layers)?;
         let host = groups.iter().position(|ranks| ranks.contains(&comm.rank())).unwrap_or_default();

@@ -314,6 +314,49 @@ pub fn histogram(
     }
 }
 
+/// Where the largest elements end in a histogram: from the highest bin down to the one with which there are `wanted`, or to the last. Into
+/// `edge` go that bin, the elements above it, and those with it. One cube: every unit adds up some bins that stand side by side, then
+/// the one in whose part the edge is finds it.
+#[cube(launch_unchecked)]
+pub fn edge(
+    bins: &[u32],
+    edge: &mut [u32],
+    above: u32,
+    wanted: u32,
+    #[comptime] size: u32,
+    #[comptime] units: u32,
+) {
+    let mut sums = Shared::<[u32]>::new_slice(units as usize);
+    let part = comptime!(size.div_ceil(units));
+    // The first unit has the highest bins.
+    let begin = UNIT_POS * part;
+    let mut sum = 0u32;
+    for j in 0..part {
+        if begin + j < size {
+            sum += bins[(size - 1u32 - begin - j) as usize];
+        }
+    }
+    sums[UNIT_POS as usize] = sum;
+    sync_cube();
+    let mut before = above;
+    for unit in 0..UNIT_POS {
+        before += sums[unit as usize];
+    }
+    let last = begin < size && begin + part >= size;
+    if before < wanted && begin < size && (before + sum >= wanted || last) {
+        let mut count = before;
+        let mut j = 0u32;
+        while count < wanted && j < part && begin + j < size {
+            before = count;
+            count += bins[(size - 1u32 - begin - j) as usize];
+            j += 1u32;
+        }
+        edge[0] = size - begin - j;
+        edge[1] = before;
+        edge[2] = count;
+    }
+}
+
 /// Counts the elements that are greater than each of `many` thresholds, given as the bits of floats that are not negative, in one pass.
 #[cube(launch_unchecked)]
 pub fn count_above<N: Size>(

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use redsync_core::{Lens, Momentum, Phase, StatLanes};
 use redsync_engine::Source;
-use redsync_engine::offload::{DeviceError, Digit, Found, Kernels, Pass, Seek, Sent};
+use redsync_engine::offload::{DeviceError, Digit, Edge, Found, Kernels, Pass, Seek, Sent};
 use std::any::Any;
 use std::borrow::Cow;
 
@@ -19,6 +19,9 @@ const WIDTH: usize = 4;
 const PER: u32 = 8;
 /// Elements that a unit of a histogram counts: many, since a cube's bins are added to the common ones at its end.
 const COUNTED: u32 = 64;
+
+/// Numbers that say where the largest elements end.
+const EDGE: usize = 3;
 
 /// What a pass counts in begins like this: nothing found, nothing that is not finite.
 const HEAD: [u8; 8] = [0; 8];
@@ -335,10 +338,17 @@ impl Kernels for GpuLayer {
         self.read_found(&head, Some(seek), found).map(drop)
     }
 
-    fn histogram(&mut self, phase: Phase, digit: Digit, prefix: u32) -> Result<Vec<u32>, DeviceError> {
+    fn edge(
+        &mut self,
+        phase: Phase,
+        digit: Digit,
+        prefix: u32,
+        above: usize,
+        keep: usize,
+    ) -> Result<Edge, DeviceError> {
         let size = 1 << digit.bits;
         let bins = zeros(&self.gpu, size);
-        let Lens { keep, flip } = phase.lens();
+        let lens = phase.lens();
         if self.n > 0 {
             self.gpu.moves(self.n);
             self.gpu.in_order(|client| {
@@ -354,15 +364,33 @@ impl Kernels for GpuLayer {
                         prefix,
                         digit.shift,
                         digit.shift + digit.bits,
-                        keep,
-                        flip,
+                        lens.keep,
+                        lens.flip,
                         size as u32,
                         COUNTED,
                     );
                 }
             });
         }
-        self.gpu.download(&bins, size)
+        let edge = self.gpu.empty(EDGE);
+        self.gpu.in_order(|client| {
+            // SAFETY: there are `size` bins, and three numbers that say where the edge is.
+            unsafe {
+                kernels::edge::launch_unchecked(
+                    client,
+                    cubes(1, 1),
+                    CubeDim::new_1d(UNITS),
+                    all(&bins, size),
+                    all(&edge, EDGE),
+                    above as u32,
+                    keep as u32,
+                    size as u32,
+                    UNITS,
+                );
+            }
+        });
+        let told = self.gpu.download(&edge, EDGE)?;
+        Ok(Edge { bin: told[0], above: told[1] as usize, count: told[2] as usize })
     }
 
     fn count_above(&mut self, phase: Phase, thresholds: &[f32]) -> Result<Vec<usize>, DeviceError> {

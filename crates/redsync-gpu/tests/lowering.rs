@@ -98,7 +98,8 @@ fn neither_do_the_others() {
     let copy = lowered!(gpu, kernels::copy::Copy, buffer(), buffer(), (), (), 4, true);
     let scatter =
         lowered!(gpu, kernels::scatter::Scatter, buffer(), buffer(), buffer(), buffer(), (), true, true);
-    for text in sent.iter().chain([&merged, &stats, &copy, &scatter]).flatten() {
+    let edge = lowered!(gpu, kernels::edge::Edge, buffer(), buffer(), (), (), 2048, 256);
+    for text in sent.iter().chain([&merged, &stats, &copy, &scatter, &edge]).flatten() {
         assert!(!text.contains("fma"), "{text}");
     }
 }

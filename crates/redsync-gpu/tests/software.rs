@@ -8,7 +8,7 @@ mod pair;
 use pair::{Bench, Far, config, event, noise, run, run_large};
 use proptest::prelude::*;
 use redsync_core::{Config, Momentum, Phase, Sparse, Values, Workspace, bf16, f16};
-use redsync_engine::offload::{Digit, Found, Kernels, Offloaded, Seek};
+use redsync_engine::offload::{Digit, Edge, Found, Kernels, Offloaded, Seek};
 use redsync_engine::{LayerCompressor, Source, Target, Update};
 use redsync_gpu::{Gpu, GpuGradient, GpuLayer, GpuWeights};
 use std::sync::LazyLock;
@@ -161,7 +161,7 @@ fn weights_made_by_another_thread_are_changed_for_it() {
 }
 
 #[test]
-fn several_thresholds_are_counted_in_one_pass_and_histograms_agree() {
+fn several_thresholds_are_counted_in_one_pass_and_edges_are_those_of_a_histogram() {
     let bench = Software::open();
     let n = 100_003;
     let mut layer = bench.layer(n);
@@ -173,8 +173,22 @@ fn several_thresholds_are_counted_in_one_pass_and_histograms_agree() {
         let expected: Vec<usize> =
             thresholds.iter().map(|t| seen.iter().filter(|x| *x > t).count()).collect();
         assert_eq!(layer.count_above(phase, &thresholds).unwrap(), expected);
-        let bins = layer.histogram(phase, Digit::ALL[0], 0).unwrap();
-        assert_eq!(bins.iter().map(|count| *count as usize).sum::<usize>(), expected[0]);
+        for (keep, digit) in
+            [1, 2, 700, expected[0], n + 1].into_iter().flat_map(|k| [(k, 0), (k, 1), (k, 2)])
+        {
+            // Of 0.5, where there are some; few have its second digit too.
+            let (digit, prefix) = (Digit::ALL[digit], [0, 0x3f0, 0x3f0 << 11][digit]);
+            let above = keep / 3;
+            let (mut bins, mask) = (vec![0; 1 << digit.bits], (1 << digit.bits) - 1);
+            for x in seen.iter().filter(|x| **x > 0.0).map(|x| x.to_bits()) {
+                if x >> (digit.shift + digit.bits) == prefix {
+                    bins[(x >> digit.shift) as usize & mask] += 1;
+                }
+            }
+            assert!(bins.iter().any(|count| *count > 0) || digit.bits == 9);
+            let edge = layer.edge(phase, digit, prefix, above, keep).unwrap();
+            assert_eq!(edge, Edge::find(&bins, above, keep), "{phase:?}, {digit:?}, {keep}");
+        }
         let mut found = Found::default();
         layer.collect(Seek { phase, floor: 0.75, capacity: n }, &mut found).unwrap();
         assert_eq!((found.count, found.elements.len()), (expected[3], expected[3]));

@@ -5,7 +5,9 @@ use crate::memory::{Tensor, lent};
 use crate::tensor::Given;
 use pyo3::prelude::*;
 use redsync_core::{Compressor, Config, ConfigError, Momentum, Phase, StatLanes};
-use redsync_engine::offload::{DeviceError, Digit, Found, Kernels, Offloaded, Pass, Seek, Sent, serves};
+use redsync_engine::offload::{
+    DeviceError, Digit, Edge, Found, Kernels, Offloaded, Pass, Seek, Sent, serves,
+};
 use redsync_engine::{Device, Layer, LayerCompressor, Source};
 use std::any::Any;
 
@@ -143,15 +145,20 @@ impl Kernels for There {
         take(found, done.map_err(failed)?)
     }
 
-    fn histogram(&mut self, phase: Phase, digit: Digit, prefix: u32) -> Result<Vec<u32>, DeviceError> {
-        // The device counts by as many bits as the widest digit has: of a narrower one, the lowest bits of the prefix are among them.
-        let more = Digit::BINS.ilog2() - digit.bits;
-        let counted = Python::attach(|py| {
-            self.0.call_method1(py, "histogram", (name(phase), digit.shift, prefix >> more))?.extract(py)
-        });
-        let counted: Tensor = counted.map_err(failed)?;
-        let before = (prefix & ((1 << more) - 1)) << digit.bits;
-        Ok(numbers(&counted)?.skip(before as usize).take(1 << digit.bits).collect())
+    fn edge(
+        &mut self,
+        phase: Phase,
+        digit: Digit,
+        prefix: u32,
+        above: usize,
+        keep: usize,
+    ) -> Result<Edge, DeviceError> {
+        let arguments = (name(phase), (digit.shift, digit.bits, prefix), above, keep);
+        let found = Python::attach(|py| self.0.call_method1(py, "edge", arguments)?.extract(py));
+        let found: Tensor = found.map_err(failed)?;
+        let found: Vec<u32> = numbers(&found)?.collect();
+        let [bin, above, count] = found[..] else { return Err(wrong("an edge")) };
+        Ok(Edge { bin, above: above as usize, count: count as usize })
     }
 
     fn count_above(&mut self, phase: Phase, thresholds: &[f32]) -> Result<Vec<usize>, DeviceError> {

@@ -25,12 +25,12 @@ TARGETS = {
 
 _SIZES = {
     "n": "i32", "many": "i32", "capacity": "i32", "keep": "i32", "flip": "i32", "prefix": "i32", "shift": "i32",
-    "least": "i32", "last": "i32",
+    "width": "i32", "above": "i32", "wanted": "i32", "least": "i32", "last": "i32",
 }  # fmt: skip
 _REALS = {"m": "fp32", "scale": "fp32", "carry": "fp32", "floor": "fp32", "same": "fp32"}
 _MEMORY = {
     **dict.fromkeys(("u", "v", "saved_u", "saved_v", "values", "thresholds", "sums", "tops"), "*fp32"),
-    **dict.fromkeys(("bins", "counts", "indices"), "*i32"),
+    **dict.fromkeys(("bins", "where", "counts", "indices"), "*i32"),
     "found": "*i64",
     "which": "*u8",
 }
@@ -39,7 +39,8 @@ _ACCUMULATE = {"FORM": 2, "HALVES": False, "SAVE": False, "BLOCK": launch.BLOCK}
 _LAUNCHES: dict[str, tuple[dict[str, object], int]] = {
     "accumulate": (_ACCUMULATE, 4),
     "compact": ({"BLOCK": launch.BLOCK}, 4),
-    "histogram": ({"BLOCK": launch.BLOCK, "TURNS": launch.TURNS, "BINS": 1 << launch.BITS, "BITS": launch.BITS}, 4),
+    "histogram": ({"BLOCK": launch.BLOCK, "TURNS": launch.TURNS, "BINS": launch.BINS}, 4),
+    "edge": ({"BINS": launch.BINS}, 4),
     "count_above": ({"MANY": 5, "BLOCK": launch.BLOCK}, 4),
     "statistics": ({"CHUNKS": launch.CHUNKS}, 1),
     "take_out": ({"HOW": 3, "CLEAR": True, "BLOCK": launch.FEW}, 2),

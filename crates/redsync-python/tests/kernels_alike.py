@@ -8,7 +8,7 @@ import warnings
 
 import torch
 from redsync.device.launch import Kernels
-from redsync.device.operations import Operations, Pass, Sent
+from redsync.device.operations import Digit, Operations, Pass, Sent
 
 SIZES = (0, 1, 5, 1023, 1024, 1025, 5000)
 PHASES = ("both", "positive", "negative")
@@ -77,15 +77,26 @@ def check_passes(n: int, phase: str) -> None:
         kernels.compact(v, phase, floor, found)
         operations.compact(v, phase, floor, found_2)
         assert words(found) == words(found_2)
-    bins = operations.histogram(v, phase, prefix=0, shift=20)
-    assert torch.equal(bins, kernels.histogram(v, phase, prefix=0, shift=20))
-    prefix = int(bins.argmax())
-    for shift, above in ((9, prefix), (0, prefix << 9)):
-        one, other = (passes.histogram(v, phase, prefix=above, shift=shift) for passes in (kernels, operations))
-        assert torch.equal(one, other)
+    prefix = int(operations.histogram(v, phase, Digit(20, 11, 0)).argmax())
+    for digit in (Digit(20, 11, 0), Digit(9, 11, prefix), Digit(0, 9, prefix << 11)):
+        bins, other = (passes.histogram(v, phase, digit) for passes in (operations, kernels))
+        assert torch.equal(bins, other)
+        for above, wanted in itertools.product((0, 3), (4, 5, 300, n + 4)):
+            check_edge(bins, above, wanted)
     thresholds = torch.tensor([0.0, 0.25, 0.5, 1.0, 2.0])
     one, other = (passes.count_above(v, thresholds, phase) for passes in (kernels, operations))
     assert torch.equal(one, other)
+
+
+def check_edge(bins: torch.Tensor, above: int, wanted: int) -> None:
+    """By going through the bins from the highest on."""
+    count, before, at = above, above, bins.numel()
+    for many in reversed(bins.tolist()):
+        if count >= wanted:
+            break
+        at, before, count = at - 1, count, count + many
+    for passes in (operations, kernels):
+        assert passes.edge(bins, above, wanted).tolist() == [at, before, count]
 
 
 def check_statistics(n: int, phase: str) -> None:

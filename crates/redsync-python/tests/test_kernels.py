@@ -49,7 +49,7 @@ def test_accumulating_moves_vectors_rounds_as_the_host_and_leaves_room_for_other
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 def test_other_passes_are_as_lean(target: str) -> None:
-    wanted = {"compact": 1, "histogram": 1, "count_above": 1, "statistics": 0, "take_out": 0, "put": 0, "add": 0}
+    wanted = {"compact": 1, "histogram": 1, "edge": 2, "count_above": 1, "statistics": 0, "take_out": 0, "put": 0, "add": 0}
     for name, loads in wanted.items():
         code = compiled.compile_kernel(name, target)
         assert code.fused == code.flushed == code.spills == 0, name

@@ -16,6 +16,8 @@ pub(super) struct Library {
     comm: ffi::MPI_Comm,
     pub rank: usize,
     pub size: usize,
+    /// The lowest of the ranks that share memory with this one.
+    pub first_of_host: usize,
     /// How many messages were handed to MPI.
     pub sent: Arc<AtomicU64>,
     /// Whether we initialised MPI and so have to finalize it.
@@ -39,8 +41,9 @@ impl Library {
             check(ffi::MPI_Comm_rank(comm, &mut rank))?;
             check(ffi::MPI_Comm_size(comm, &mut size))?;
         }
+        let first_of_host = first_of_host(comm, rank)?;
         let sent = Arc::default();
-        Ok(Library { comm, rank: rank as usize, size: size as usize, sent, ours })
+        Ok(Library { comm, rank: rank as usize, size: size as usize, first_of_host, sent, ours })
     }
 
     /// The other ranks, the next one first, so that not all ranks begin with the same one.
@@ -62,6 +65,21 @@ impl Library {
         // SAFETY: MPI is initialised and the communicator valid.
         unsafe { ffi::MPI_Abort(self.comm, status) };
     }
+}
+
+/// The lowest of the ranks that can share memory with this one, as MPI divides them. All ranks call this.
+fn first_of_host(comm: ffi::MPI_Comm, rank: c_int) -> Result<usize, CommError> {
+    let mut first = rank;
+    // SAFETY: the communicator is valid, constants are those of the library, results are written to live variables, and the group of
+    // the host is used between its making and its end only. Its members are in the order of their ranks, so its first has the lowest.
+    unsafe {
+        let mut host = ffi::RSMPI_COMM_NULL;
+        let (shared, nothing) = (ffi::RSMPI_COMM_TYPE_SHARED, ffi::RSMPI_INFO_NULL);
+        check(ffi::MPI_Comm_split_type(comm, shared, rank, nothing, &mut host))?;
+        check(ffi::MPI_Bcast((&raw mut first).cast(), 1, ffi::RSMPI_INT32_T, 0, host))?;
+        check(ffi::MPI_Comm_free(&mut host))?;
+    }
+    Ok(first as usize)
 }
 
 /// True when this call initialised MPI, false when the program had done so.

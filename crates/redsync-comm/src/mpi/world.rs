@@ -25,6 +25,8 @@ const ABORT: Duration = Duration::from_secs(5);
 pub struct Mpi {
     rank: usize,
     size: usize,
+    /// The lowest of the ranks that share memory with this one.
+    first_of_host: usize,
     sent: Arc<AtomicU64>,
     broken: Broken,
     /// Where commands go, and the number of the next collective: one lock, so that both have the same order.
@@ -55,9 +57,10 @@ pub fn world_with(options: Options) -> Result<Mpi, CommError> {
         *thread = Some(commands.clone());
     }
     start(inbox, options, broken.clone())
-        .map(|(Place { rank, size, sent }, thread)| Mpi {
+        .map(|(Place { rank, size, first_of_host, sent }, thread)| Mpi {
             rank,
             size,
+            first_of_host,
             sent,
             broken,
             commands: Mutex::new((0, commands)),
@@ -70,6 +73,7 @@ pub fn world_with(options: Options) -> Result<Mpi, CommError> {
 struct Place {
     rank: usize,
     size: usize,
+    first_of_host: usize,
     sent: Arc<AtomicU64>,
 }
 
@@ -82,7 +86,8 @@ fn start(
     let (tell, told) = mpsc::channel();
     let run = move || {
         let made = Library::start().and_then(|lib| {
-            let place = Place { rank: lib.rank, size: lib.size, sent: Arc::clone(&lib.sent) };
+            let Library { rank, size, first_of_host, .. } = lib;
+            let place = Place { rank, size, first_of_host, sent: Arc::clone(&lib.sent) };
             Ok((place, Thread::new(lib, options, broken)?))
         });
         match made {
@@ -152,6 +157,10 @@ impl Communicator for Mpi {
 
     fn name(&self) -> &'static str {
         "mpi"
+    }
+
+    fn host(&self) -> Option<String> {
+        Some(format!("that of rank {}", self.first_of_host))
     }
 
     fn allgather(&self, tag: Tag, message: Vec<u8>) -> Pending<Gathered> {

@@ -35,7 +35,7 @@ pub(super) fn choose<E: Elements>(
     let floor = memory.threshold;
     let too_high = workspace.found() < k && floor > 0.0;
     if too_high {
-        v.scan(phase, 0.0, keep(k), workspace)?;
+        v.scan(phase, 0.0, k + margin(k, true), workspace)?;
     }
     let found = workspace.found();
     let least = workspace.choose(k).map_or(0.0, |key| key.magnitude());

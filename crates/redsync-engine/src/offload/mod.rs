@@ -81,6 +81,31 @@ impl Digit {
     pub const BINS: usize = 1 << 11;
 }
 
+/// Where the largest elements end: at one value of a digit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Edge {
+    /// That value.
+    pub bin: u32,
+    /// Elements with a higher one.
+    pub above: usize,
+    /// Those, and the elements that have it.
+    pub count: usize,
+}
+
+impl Edge {
+    /// The edge in a histogram: from the highest bin down to the one with which there are `keep` elements, or to the last. `above` were
+    /// counted before.
+    pub fn find(bins: &[u32], above: usize, keep: usize) -> Edge {
+        let mut edge = Edge { bin: bins.len() as u32, above, count: above };
+        while edge.bin > 0 && edge.count < keep {
+            edge.bin -= 1;
+            edge.above = edge.count;
+            edge.count += bins[edge.bin as usize] as usize;
+        }
+        edge
+    }
+}
+
 /// What was sent of the elements that were taken out. Where it is not the whole element, v minus that stays.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Sent<'a> {
@@ -124,9 +149,17 @@ pub trait Kernels: Send {
     /// Finds what is sought in v as it is.
     fn collect(&mut self, seek: Seek, found: &mut Found) -> Result<(), DeviceError>;
 
-    /// Counts the elements that compete and are not zero by a digit of their bits as the phase shows them, among those whose higher bits
-    /// are `prefix`.
-    fn histogram(&mut self, phase: Phase, digit: Digit, prefix: u32) -> Result<Vec<u32>, DeviceError>;
+    /// Where the largest `keep` elements that compete end. Elements that are not zero are counted by a digit of their bits as the phase
+    /// shows them, among those whose higher bits are `prefix`; `above`, which is less than `keep`, are larger than all of these. What
+    /// [`Edge::find`] says of the counts is all that crosses.
+    fn edge(
+        &mut self,
+        phase: Phase,
+        digit: Digit,
+        prefix: u32,
+        above: usize,
+        keep: usize,
+    ) -> Result<Edge, DeviceError>;
 
     /// How many elements that compete are greater than each of some thresholds, which are not negative.
     fn count_above(&mut self, phase: Phase, thresholds: &[f32]) -> Result<Vec<usize>, DeviceError>;

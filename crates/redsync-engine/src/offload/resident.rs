@@ -136,18 +136,12 @@ impl<K: Kernels> Resident<K> {
     fn narrow(&mut self, seek: Seek, keep: usize, workspace: &mut Workspace) -> Result<(), DeviceError> {
         let (mut prefix, mut above) = (0u32, 0usize);
         for digit in Digit::ALL {
-            let bins = self.kernels.histogram(seek.phase, digit, prefix)?;
-            // From the largest down: the bin that holds the last of those that must not be lost.
-            let mut count = above;
-            let mut bin = bins.len();
-            while bin > 0 && count < keep {
-                bin -= 1;
-                (above, count) = (count, count + bins[bin] as usize);
-            }
-            prefix = prefix << digit.bits | bin as u32;
-            let edge = (prefix << digit.shift).saturating_sub(1);
-            let floor = f32::from_bits(edge).max(seek.floor);
-            if count <= seek.capacity {
+            // The value of the digit that the last of those has that must not be lost.
+            let edge = self.kernels.edge(seek.phase, digit, prefix, above, keep)?;
+            (prefix, above) = (prefix << digit.bits | edge.bin, edge.above);
+            let below = (prefix << digit.shift).saturating_sub(1);
+            let floor = f32::from_bits(below).max(seek.floor);
+            if edge.count <= seek.capacity {
                 let seek = Seek { floor, ..seek };
                 self.kernels.collect(seek, &mut self.found)?;
                 return self.hand_over_counted(seek, workspace);

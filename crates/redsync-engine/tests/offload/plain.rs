@@ -3,7 +3,7 @@
 use crate::pair::Far;
 use redsync_core::{Gradient, Momentum, Phase, StatLanes, bf16};
 use redsync_engine::Source;
-use redsync_engine::offload::{DeviceError, Digit, Found, Kernels, Pass, Seek, Sent};
+use redsync_engine::offload::{DeviceError, Digit, Edge, Found, Kernels, Pass, Seek, Sent};
 use std::any::Any;
 use std::cell::Cell;
 
@@ -128,7 +128,15 @@ impl Kernels for Plain {
         Ok(())
     }
 
-    fn histogram(&mut self, phase: Phase, digit: Digit, prefix: u32) -> Result<Vec<u32>, DeviceError> {
+    fn edge(
+        &mut self,
+        phase: Phase,
+        digit: Digit,
+        prefix: u32,
+        above: usize,
+        keep: usize,
+    ) -> Result<Edge, DeviceError> {
+        assert!(above < keep);
         let mut bins = vec![0; 1 << digit.bits];
         let mask = (1 << digit.bits) - 1;
         for x in self.seen(phase).filter(|x| *x > 0) {
@@ -136,8 +144,8 @@ impl Kernels for Plain {
                 bins[(x as u32 >> digit.shift & mask) as usize] += 1;
             }
         }
-        self.copy(4 * bins.len());
-        Ok(bins)
+        self.copy(12);
+        Ok(Edge::find(&bins, above, keep))
     }
 
     fn count_above(&mut self, phase: Phase, thresholds: &[f32]) -> Result<Vec<usize>, DeviceError> {

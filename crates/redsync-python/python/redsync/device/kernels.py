@@ -121,12 +121,12 @@ def compact(
     _emit(found, x, i, hit, hit & False, capacity)
 
 
-@triton.jit(do_not_specialize=["n", "keep", "flip", "prefix", "shift"])
+@triton.jit(do_not_specialize=["n", "keep", "flip", "prefix", "shift", "width"])
 def histogram(
-    v, bins, n: tl.int32, keep: tl.int32, flip: tl.int32, prefix: tl.int32, shift: tl.int32,
-    BLOCK: tl.constexpr, TURNS: tl.constexpr, BINS: tl.constexpr, BITS: tl.constexpr,
+    v, bins, n: tl.int32, keep: tl.int32, flip: tl.int32, prefix: tl.int32, shift: tl.int32, width: tl.int32,
+    BLOCK: tl.constexpr, TURNS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """How many elements that compete have which eleven bits from `shift` on, among those whose higher bits are the prefix."""
+    """How many elements that compete have which `width` bits from `shift` on, among those whose higher bits are the prefix."""
     counts = tl.zeros([BINS], tl.int32)
     for turn in range(TURNS):
         block = tl.program_id(0) * TURNS + turn
@@ -136,10 +136,24 @@ def histogram(
         else:
             x = _load(v, i, n, False)
         bits = _see(x, keep, flip).to(tl.int32, bitcast=True)
-        inside = (bits > 0) & ((bits >> shift) >> BITS == prefix)  # a number that is not positive does not compete
-        counts += tl.histogram((bits >> shift) & (BINS - 1), BINS, mask=inside)
+        inside = (bits > 0) & ((bits >> shift) >> width == prefix)  # a number that is not positive does not compete
+        counts += tl.histogram((bits >> shift) & ((1 << width) - 1), BINS, mask=inside)
     at = tl.arange(0, BINS)
     tl.atomic_add(bins + at, counts, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["above", "wanted"])
+def edge(bins, where, above: tl.int32, wanted: tl.int32, BINS: tl.constexpr):
+    """The highest bin with which there are as many as wanted, or the lowest; how many are above it, and how many with it. One program."""
+    at = tl.arange(0, BINS)
+    counts = tl.load(bins + at)
+    sums = above + tl.cumsum(counts, 0, reverse=True)
+    bin = tl.max(tl.where(sums >= wanted, at, 0), 0)
+    own = tl.sum(tl.where(at == bin, counts, 0), 0)
+    count = tl.sum(tl.where(at == bin, sums, 0), 0)
+    tl.store(where, bin)
+    tl.store(where + 1, count - own)
+    tl.store(where + 2, count)
 
 
 @triton.jit(do_not_specialize=["n", "keep", "flip"])

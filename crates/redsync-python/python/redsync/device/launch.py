@@ -10,7 +10,7 @@ import torch
 import triton
 
 from . import kernels
-from .operations import BITS, CHUNK, LANES, Form, Operations, Pass, Phase, Sent
+from .operations import BINS, CHUNK, LANES, Digit, Form, Operations, Pass, Phase, Sent
 
 _FORMS: dict[Form, int] = {"momentum": 1, "nesterov": 2}
 _HOWS = {"whole": 0, "same": 1, "rounded": 2, "listed": 3}
@@ -67,13 +67,18 @@ class Kernels(Operations):
         room = found.numel() - 1
         kernels.compact[_blocks(v.numel(), BLOCK)](v, found, v.numel(), *_LENSES[phase], floor, room, BLOCK=BLOCK)
 
-    def histogram(self, v: torch.Tensor, phase: Phase, prefix: int, shift: int) -> torch.Tensor:
-        bins = torch.zeros(1 << BITS, dtype=torch.int32, device=v.device)
+    def histogram(self, v: torch.Tensor, phase: Phase, digit: Digit) -> torch.Tensor:
+        bins = torch.zeros(BINS, dtype=torch.int32, device=v.device)
         if v.numel() > 0:
             kernels.histogram[_blocks(v.numel(), BLOCK * TURNS)](
-                v, bins, v.numel(), *_LENSES[phase], prefix, shift, BLOCK=BLOCK, TURNS=TURNS, BINS=1 << BITS, BITS=BITS
+                v, bins, v.numel(), *_LENSES[phase], digit.prefix, digit.shift, digit.width, BLOCK=BLOCK, TURNS=TURNS, BINS=BINS
             )
         return bins
+
+    def edge(self, bins: torch.Tensor, above: int, wanted: int) -> torch.Tensor:
+        where = torch.empty(3, dtype=torch.int32, device=bins.device)
+        kernels.edge[(1,)](bins, where, above, wanted, BINS=BINS)
+        return where
 
     def count_above(self, v: torch.Tensor, thresholds: torch.Tensor, phase: Phase) -> torch.Tensor:
         counts = torch.zeros(thresholds.numel(), dtype=torch.int32, device=v.device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .operations import How, Operations, Pass, Phase, Sent
+from .operations import Digit, How, Operations, Pass, Phase, Sent
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -108,10 +108,11 @@ class Layer:
         self._usual[phase] = self._handed = count
         return bad, (count, words[8:size])
 
-    def histogram(self, phase: Phase, shift: int, prefix: int) -> torch.Tensor:
-        """Counts by eleven bits of magnitudes, as bytes."""
+    def edge(self, phase: Phase, digit: tuple[int, int, int], above: int, wanted: int) -> torch.Tensor:
+        """Where the largest elements end in a histogram of a digit, as bytes: it stays on the device."""
         with self._stream:
-            return self._down.fetch(self._operations.histogram(self._v, phase, prefix=prefix, shift=shift))
+            bins = self._operations.histogram(self._v, phase, Digit(*digit))
+            return self._down.fetch(self._operations.edge(bins, above, wanted))
 
     def count_above(self, phase: Phase, thresholds: torch.Tensor) -> torch.Tensor:
         """How many elements are greater than each threshold, as bytes."""

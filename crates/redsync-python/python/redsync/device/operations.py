@@ -18,8 +18,8 @@ Phase = Literal["both", "positive", "negative"]
 
 CHUNK, LANES = 32768, 8
 """In which order the host sums up: a chunk at a time, its elements dealt out to lanes."""
-BITS = 11
-"""Bits of a number by which a histogram tells elements apart; the magnitude of a float has 31."""
+BINS = 1 << 11
+"""Values that the widest digit has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,18 @@ class Pass:
     """Multiplies the gradient as it enters."""
     carry: float
     """Multiplies what v held before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Digit:
+    """Some of the 31 bits of a magnitude, by which elements are told apart."""
+
+    shift: int
+    """Bits below."""
+    width: int
+    """How many; at most eleven."""
+    prefix: int
+    """The bits above that elements must have to be counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +107,20 @@ class Operations:
         index = torch.nonzero_static(hits, size=words.numel(), fill_value=0).view(-1)
         words.copy_((v[index].view(torch.int32).to(torch.int64) << 32) | index)
 
-    def histogram(self, v: torch.Tensor, phase: Phase, prefix: int, shift: int) -> torch.Tensor:
-        """How many elements that compete have which eleven bits from `shift` on, among those whose higher bits are the prefix."""
+    def histogram(self, v: torch.Tensor, phase: Phase, digit: Digit) -> torch.Tensor:
+        """How many elements that compete have which value of a digit."""
         bits = see(v, phase).view(torch.int32)
-        inside = (bits > 0) & ((bits >> shift) >> BITS == prefix)
-        bins = torch.zeros(1 << BITS, dtype=torch.int32, device=v.device)
-        return bins.scatter_add_(0, ((bits >> shift) & ((1 << BITS) - 1)).to(torch.int64), inside.to(torch.int32))
+        inside = (bits > 0) & ((bits >> digit.shift) >> digit.width == digit.prefix)
+        bins = torch.zeros(BINS, dtype=torch.int32, device=v.device)
+        values = (bits >> digit.shift) & ((1 << digit.width) - 1)
+        return bins.scatter_add_(0, values.to(torch.int64), inside.to(torch.int32))
+
+    def edge(self, bins: torch.Tensor, above: int, wanted: int) -> torch.Tensor:
+        """The highest bin with which there are as many as wanted, or the lowest; how many are above it, and how many with it."""
+        sums = bins.flip(0).cumsum(0).flip(0).add_(above)
+        bin = (sums >= wanted).sum().sub_(1).clamp_(min=0).view(1)
+        count = sums[bin]
+        return torch.cat([bin, count - bins[bin], count]).to(torch.int32)
 
     def count_above(self, v: torch.Tensor, thresholds: torch.Tensor, phase: Phase) -> torch.Tensor:
         """How many elements are greater than each of several thresholds."""
