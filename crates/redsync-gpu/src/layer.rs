@@ -23,8 +23,8 @@ const COUNTED: u32 = 64;
 /// Numbers that say where the largest elements end.
 const EDGE: usize = 3;
 
-/// What a pass counts in begins like this: nothing found, nothing that is not finite.
-const HEAD: [u8; 8] = [0; 8];
+/// Numbers that a pass counts in: what was found, and what is not finite.
+const HEAD: usize = 2;
 
 /// One layer on a device.
 pub struct GpuLayer {
@@ -154,11 +154,11 @@ impl GpuLayer {
         seek: Option<Seek>,
         found: &mut Found,
     ) -> Result<bool, DeviceError> {
-        let head = self.gpu.download(head, 2)?;
+        let head = self.gpu.download(head, HEAD)?;
         let (count, finite) = (head[0] as usize, head[1] == 0);
         found.count = count;
         found.elements.clear();
-        if let Some(seek) = seek.filter(|seek| finite && count <= seek.capacity) {
+        if let Some(seek) = seek.filter(|seek| finite && seek.takes(count)) {
             debug_assert!(seek.capacity <= self.capacity);
             let words = self.gpu.download(&self.list, 2 * count)?;
             found.elements.extend(words.chunks_exact(2).map(|pair| (pair[0], f32::from_bits(pair[1]))));
@@ -265,7 +265,7 @@ impl Kernels for GpuLayer {
         // A gradient that is not whole vectors is read by elements, and so is the rest.
         let length = if width == 1 { self.n } else { self.vectors() };
         let (u, u_length) = self.u_or_nothing();
-        let head = self.gpu.upload(&HEAD);
+        let head = zeros(&self.gpu, HEAD);
         // Halves come as words, half as many in a vector; by elements, two share one.
         let halves = kind != kernels::SINGLE;
         let (packed, words) = match (halves, width) {
@@ -287,7 +287,7 @@ impl Kernels for GpuLayer {
                     all(&gradient.buffer, words),
                     all(u, u_length / width),
                     all(&self.v, length),
-                    all(&head, 2),
+                    all(&head, HEAD),
                     all(&self.list, (2 * self.capacity).max(WIDTH)),
                     length as u32,
                     capacity as u32,
@@ -312,7 +312,7 @@ impl Kernels for GpuLayer {
             return Ok(());
         }
         self.make_room(seek.capacity);
-        let (length, head) = (self.vectors(), self.gpu.upload(&HEAD));
+        let (length, head) = (self.vectors(), zeros(&self.gpu, HEAD));
         let Lens { keep, flip } = seek.phase.lens();
         self.gpu.moves(self.n);
         self.gpu.in_order(|client| {
@@ -324,7 +324,7 @@ impl Kernels for GpuLayer {
                     CubeDim::new_1d(UNITS),
                     WIDTH,
                     all(&self.v, length),
-                    all(&head, 2),
+                    all(&head, HEAD),
                     all(&self.list, (2 * self.capacity).max(WIDTH)),
                     length as u32,
                     seek.capacity as u32,

@@ -190,7 +190,7 @@ fn several_thresholds_are_counted_in_one_pass_and_edges_are_those_of_a_histogram
             assert_eq!(edge, Edge::find(&bins, above, keep), "{phase:?}, {digit:?}, {keep}");
         }
         let mut found = Found::default();
-        layer.collect(Seek { phase, floor: 0.75, capacity: n }, &mut found).unwrap();
+        layer.collect(Seek { phase, floor: 0.75, capacity: n, enough: 0 }, &mut found).unwrap();
         assert_eq!((found.count, found.elements.len()), (expected[3], expected[3]));
     }
 }

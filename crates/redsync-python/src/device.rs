@@ -60,7 +60,7 @@ fn name(phase: Phase) -> &'static str {
 }
 
 /// A seek as Python takes it.
-fn sought(Seek { phase, floor, capacity }: Seek) -> (&'static str, f32, usize) {
+fn sought(Seek { phase, floor, capacity, .. }: Seek) -> (&'static str, f32, usize) {
     (name(phase), floor, capacity)
 }
 

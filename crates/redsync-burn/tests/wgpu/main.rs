@@ -234,10 +234,8 @@ fn a_small_network_learns_the_digits_as_well_as_on_the_cpu_and_gradients_stay_wh
         sent / (settled().flatten().count() as u64).max(1),
     );
     assert!(sent > 0);
-    // Not the 12 bytes of layers whose gradients are noise: thresholds of a small layer that learns are off more often, and then there is a
-    // histogram of 8 KB. Whole gradients would be 4 bytes per element of the layer.
-    let whole: u64 = 4 * 16 * 36 * 64 * settled().flatten().count() as u64;
-    assert!(20 * selected <= whole, "{selected} bytes to select, of {whole}");
+    // Steps in which too few were found are among them. Whole gradients would be 4 bytes per element of the layer.
+    assert!(selected <= 12 * sent, "{selected} bytes to select {sent} elements");
     assert!(applied <= 12 * received, "{applied} bytes to apply {received} elements");
     assert!(here.iter().flat_map(|rank| &rank.crossed).all(|(_, copied)| *copied == Copied::default()));
     assert!(here[0].accuracy >= 90.0, "{}% on flex", here[0].accuracy);

@@ -13,7 +13,7 @@ const LOWER: f32 = 0.99;
 /// Candidates wanted besides the k chosen, for what changes from step to step and for chance: an eighth, or half where the
 /// last threshold turned out too high.
 fn margin(k: usize, too_high: bool) -> usize {
-    (if too_high { k / 2 } else { k / 8 }) + 2 * k.isqrt()
+    (if too_high { k / 2 } else { k / 8 }) + 3 * k.isqrt() / 2
 }
 
 /// Candidates that must not be lost: enough for the rank of the next threshold to be seen, whatever it is.
@@ -22,7 +22,8 @@ fn keep(k: usize) -> usize {
 }
 
 pub(super) fn wants(memory: &Remembered, k: usize) -> Wanted {
-    Wanted { floor: memory.threshold, keep: keep(k), stats: false }
+    let floor = memory.threshold;
+    Wanted { floor, keep: keep(k), enough: if floor > 0.0 { k } else { 0 }, stats: false }
 }
 
 pub(super) fn choose<E: Elements>(
@@ -51,10 +52,13 @@ pub(super) fn choose<E: Elements>(
     } else {
         floor * LOWER
     };
-    // While a residual fills up its threshold rises from step to step, ever more slowly: three quarters of the last rise
-    // are safe to expect. A fall is expected to go on.
-    let growth = if memory.least > 0.0 { (least / memory.least).clamp(0.5, 2.0) } else { 1.0 };
+    // What is remembered of the least chosen is a mean over the steps, of its logarithm, in which each counts half as much as the next: it
+    // is a step behind a steady growth, and halves the chance in a single one. While a residual fills up its threshold rises from step
+    // to step, ever more slowly: three quarters of the rise are safe to expect. A fall is expected to go on.
+    let before = if memory.least > 0.0 { memory.least } else { least };
+    let growth = if least > 0.0 { (least / before).clamp(0.5, 2.0).sqrt() } else { 0.5 };
     let trend = if growth > 1.0 { 1.0 + 0.75 * (growth - 1.0) } else { growth };
+    let least = before.sqrt() * least.sqrt();
     *memory = Remembered { threshold: (wanted * trend).min(f32::MAX), least, searched: 0 };
     Ok(())
 }

@@ -65,7 +65,7 @@ impl Selector {
 
     /// What the accumulating pass should find out.
     pub(crate) fn wants(self, memory: &Memory, phase: Phase, k: usize) -> Wanted {
-        let nothing = Wanted { floor: f32::INFINITY, keep: 0, stats: false };
+        let nothing = Wanted { floor: f32::INFINITY, keep: 0, enough: 0, stats: false };
         match self {
             Selector::Exact => nothing,
             Selector::Trimmed | Selector::Threshold => Wanted { stats: true, ..nothing },
@@ -105,6 +105,8 @@ pub struct Wanted {
     pub floor: f32,
     /// How many of the largest of them must not be lost.
     pub keep: usize,
+    /// Fewer of them are of no use: all will be looked through then.
+    pub enough: usize,
     /// Mean and maximum.
     pub stats: bool,
 }
@@ -125,7 +127,7 @@ pub struct Memory([Remembered; 3]);
 pub struct Remembered {
     /// The threshold of the last step, or the one for the next (carried); zero before the first.
     pub threshold: f32,
-    /// The smallest magnitude chosen at the last step (carried).
+    /// The smallest magnitude that was chosen, as a mean over steps in which the last counts most (carried).
     pub least: f32,
     /// Steps that have used the threshold (sampled).
     pub searched: u32,

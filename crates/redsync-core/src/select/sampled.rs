@@ -17,7 +17,7 @@ fn reuses(memory: &Remembered) -> bool {
 pub(super) fn wants(memory: &Remembered, k: usize) -> Wanted {
     let floor = if reuses(memory) { memory.threshold } else { f32::INFINITY };
     // Statistics always: the reused threshold may turn out to starve.
-    Wanted { floor, keep: 2 * k, stats: true }
+    Wanted { floor, keep: 2 * k, enough: 0, stats: true }
 }
 
 pub(super) fn choose<E: Elements>(

@@ -52,6 +52,15 @@ pub struct Seek {
     pub floor: f32,
     /// As many can be handed out; not zero but for a layer without elements.
     pub capacity: usize,
+    /// Fewer need not be handed out.
+    pub enough: usize,
+}
+
+impl Seek {
+    /// Whether so many elements can be handed out, and have to be.
+    pub fn takes(&self, count: usize) -> bool {
+        (self.enough..=self.capacity).contains(&count)
+    }
 }
 
 /// What was found.
@@ -59,8 +68,8 @@ pub struct Seek {
 pub struct Found {
     /// How many elements there are, handed out or not.
     pub count: usize,
-    /// Their indices and values, in any order; none if there are more than the capacity. The device keeps them, in this order, for
-    /// [`Kernels::take_out`].
+    /// Their indices and values, in any order; none if there are more than the capacity, and none are needed if there are not enough. The
+    /// device keeps them, in this order, for [`Kernels::take_out`].
     pub elements: Vec<(u32, f32)>,
 }
 

@@ -5,7 +5,7 @@
 use super::{DeviceError, Digit, Found, Kernels, Pass, Seek, Sent};
 use crate::source::Source;
 use redsync_core::residual::{COPIED, subtract};
-use redsync_core::{Bad, Config, Elements, Gradient, Look, Momentum, Phase, Values, Workspace};
+use redsync_core::{Bad, Config, Elements, Gradient, Look, Momentum, Phase, Values, Wanted, Workspace};
 use std::borrow::Cow;
 
 /// Elements that fit beyond twice those that must not be lost.
@@ -89,12 +89,13 @@ impl<K: Kernels> Resident<K> {
     pub fn pass(&self, scale: f32, look: &Look, undo: bool) -> (Pass, Option<Seek>) {
         let Look { carry, phase, wanted, .. } = *look;
         let pass = Pass { momentum: self.momentum, scale, carry, save: undo || self.n <= COPIED };
-        (pass, wanted.collects().then(|| self.seek(phase, wanted.floor, wanted.keep)))
+        let Wanted { floor, keep, enough, .. } = wanted;
+        (pass, wanted.collects().then(|| Seek { enough, ..self.seek(phase, floor, keep) }))
     }
 
     fn seek(&self, phase: Phase, floor: f32, keep: usize) -> Seek {
         let capacity = keep + self.room.unwrap_or(keep + SPARE);
-        Seek { phase, floor, capacity: capacity.min(self.n) }
+        Seek { phase, floor, capacity: capacity.min(self.n), enough: 0 }
     }
 
     /// Undoes a pass that turned out not to be finite, and says why it was not.
@@ -123,6 +124,10 @@ impl<K: Kernels> Resident<K> {
         if self.found.count > seek.capacity {
             return self.narrow(seek, keep, workspace);
         }
+        if self.found.count < seek.enough {
+            workspace.put_candidates(seek.floor, std::iter::empty());
+            return Ok(());
+        }
         let elements = &self.found.elements;
         self.order.clear();
         self.order.extend(0..elements.len() as u32);
@@ -135,14 +140,17 @@ impl<K: Kernels> Resident<K> {
     /// Raises the floor until no more elements are above it than fit, but still the largest `keep`.
     fn narrow(&mut self, seek: Seek, keep: usize, workspace: &mut Workspace) -> Result<(), DeviceError> {
         let (mut prefix, mut above) = (0u32, 0usize);
-        for digit in Digit::ALL {
+        for (at, digit) in Digit::ALL.into_iter().enumerate() {
             // The value of the digit that the last of those has that must not be lost.
             let edge = self.kernels.edge(seek.phase, digit, prefix, above, keep)?;
             (prefix, above) = (prefix << digit.bits | edge.bin, edge.above);
             let below = (prefix << digit.shift).saturating_sub(1);
             let floor = f32::from_bits(below).max(seek.floor);
-            if edge.count <= seek.capacity {
-                let seek = Seek { floor, ..seek };
+            // All that have the same first digit, which is an eighth of their magnitude wide, may be as many again as are wanted: the second
+            // tells them apart in one more pass on the device.
+            let close = at > 0 || edge.count <= keep + keep / 8;
+            if close && edge.count <= seek.capacity {
+                let seek = Seek { floor, enough: 0, ..seek };
                 self.kernels.collect(seek, &mut self.found)?;
                 return self.hand_over_counted(seek, workspace);
             }

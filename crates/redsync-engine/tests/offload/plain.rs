@@ -46,7 +46,7 @@ impl Plain {
         found.elements.clear();
         self.listed.clear();
         self.copy(8);
-        if found.count <= seek.capacity {
+        if seek.takes(found.count) {
             // A device finds them in no order.
             self.listed.extend(hits.iter().skip(1).step_by(2).rev().chain(hits.iter().step_by(2)));
             found.elements.extend(self.listed.iter().map(|i| (*i, self.v[*i as usize])));
