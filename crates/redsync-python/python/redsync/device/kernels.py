@@ -144,7 +144,7 @@ def histogram(
 
 @triton.jit(do_not_specialize=["above", "wanted"])
 def edge(bins, where, above: tl.int32, wanted: tl.int32, BINS: tl.constexpr):
-    """The highest bin with which there are as many as wanted, or the lowest; how many are above it, and how many with it. One program."""
+    """The highest bin with which there are as many as wanted, or the lowest; how many are above it, and with it. One program."""
     at = tl.arange(0, BINS)
     counts = tl.load(bins + at)
     sums = above + tl.cumsum(counts, 0, reverse=True)
