@@ -19,7 +19,7 @@ const ELEMENTS_EACH: f64 = 24.0;
 pub struct Cut {
     /// Elements of the layer.
     pub n: usize,
-    /// Elements of a block.
+    /// Elements of a block: a power of two, unless one owner has all.
     pub block: usize,
     /// The number of ranks.
     pub ranks: usize,
@@ -51,7 +51,7 @@ impl Cut {
     pub fn is_sound(&self) -> bool {
         let owners = self.owners > 0 && self.owners <= self.ranks && self.first < self.ranks;
         let numbers = [self.n, self.block, self.ranks].iter().all(|number| u32::try_from(*number).is_ok());
-        owners && self.block > 0 && numbers
+        owners && self.block > 0 && numbers && (self.owners == 1 || self.block.is_power_of_two())
     }
 
     /// Elements of an owner.
@@ -67,20 +67,35 @@ impl Cut {
 
     /// Whose turn an owner is.
     fn turn(&self, owner: usize) -> usize {
-        (owner + self.ranks - self.first) % self.ranks
+        if owner >= self.first { owner - self.first } else { owner + self.ranks - self.first }
+    }
+
+    /// The block of an element, or of a place among those of an owner, and where it is in that. This and what follows is done for every
+    /// element that is sent, so there is one division at most, of 32 bits.
+    fn block_of(&self, index: u32) -> (u32, u32) {
+        let shift = self.block.trailing_zeros();
+        (index >> shift, index & ((1 << shift) - 1))
     }
 
     /// The owner of an element, and its place among the elements of that.
     pub fn place(&self, index: u32) -> (usize, u32) {
-        let (number, within) = (index as usize / self.block, index as usize % self.block);
-        let owner = (self.first + number % self.owners) % self.ranks;
-        (owner, ((number / self.owners) * self.block + within) as u32)
+        if self.owners == 1 {
+            return (self.first, index);
+        }
+        let (number, within) = self.block_of(index);
+        let (round, turn) = (number / self.owners as u32, number % self.owners as u32);
+        let owner = self.first + turn as usize;
+        let owner = if owner < self.ranks { owner } else { owner - self.ranks };
+        (owner, round * self.block as u32 + within)
     }
 
     /// The element at a place among those of an owner.
     pub fn index(&self, owner: usize, place: u32) -> u32 {
-        let (number, within) = (place as usize / self.block, place as usize % self.block);
-        ((number * self.owners + self.turn(owner)) * self.block + within) as u32
+        if self.owners == 1 {
+            return place;
+        }
+        let (round, within) = self.block_of(place);
+        (round * self.owners as u32 + self.turn(owner) as u32) * self.block as u32 + within
     }
 }
 
