@@ -18,6 +18,6 @@ pub mod train;
 
 #[cfg(feature = "wgpu")]
 pub use distributed::Copied;
-pub use distributed::{Distributed, DistributedError, Watch, on_threads};
+pub use distributed::{Distributed, DistributedError, Lasting, Setup, Watch, on_threads};
 pub use redsync_comm::Communicator;
 pub use redsync_engine::{Config, Momentum};

@@ -12,7 +12,7 @@ use super::{Distributed, DistributedError};
 use burn::module::{Module, ParamId};
 use redsync_comm::{CommError, Tag};
 use redsync_engine::file::{self, About, FileError};
-use redsync_engine::replica_hash;
+use redsync_engine::{Local, Optimizer, Synchronizer, replica_hash};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -22,6 +22,10 @@ const MODEL_FILE: &str = "model.safetensors";
 /// Its format.
 const FORMAT: &str = "redsync-distributed";
 
+/// How many local steps were made.
+const STEPS: &str = "local-steps";
+const BETWEEN: &str = "local steps are saved right behind an exchange: agree comes before save";
+
 /// The numbers of these collectives; the synchronizer's own are above and at the bottom, the trainer's between.
 #[derive(Clone, Copy)]
 #[repr(u32)]
@@ -30,6 +34,16 @@ enum Op {
     Differ,
     Mean,
     Saved,
+}
+
+/// What lasts from step to step beside a module, to be brought back from a checkpoint in a format of one's own.
+pub struct Lasting<'a> {
+    /// Residuals.
+    pub synchronizer: &'a mut Synchronizer,
+    /// The moments of [`Distributed::step`].
+    pub optimizer: &'a mut Optimizer,
+    /// Local steps: the weights on which the ranks agreed last, and how many steps were made in all.
+    pub local: Option<(&'a mut Local, &'a mut u64)>,
 }
 
 /// A tensor of a module, by its path.
@@ -67,6 +81,13 @@ impl Distributed {
     }
 
     fn checked(&self, met: &[Met]) -> Result<u64, DistributedError> {
+        match self.local() {
+            Some(local) => Ok(self.sync.check_replicas(&local.shared())?),
+            None => self.with_layers(met, |layers| Ok(self.sync.check_replicas(layers)?))?,
+        }
+    }
+
+    fn with_layers<T>(&self, met: &[Met], with: impl FnOnce(&[&[f32]]) -> T) -> Result<T, DistributedError> {
         let mut layers: Vec<Option<Cow<'_, [f32]>>> = vec![None; self.trained.len()];
         for Met { id, path, tensor, .. } in met {
             if let Some(layer) = self.watch.number(*id) {
@@ -76,7 +97,66 @@ impl Distributed {
         }
         let layers: Option<Vec<&[f32]>> = layers.iter().map(Option::as_deref).collect();
         let other = || DistributedError::Model("this is not the module that was made distributed".into());
-        Ok(self.sync.check_replicas(&layers.ok_or_else(other)?)?)
+        Ok(with(&layers.ok_or_else(other)?))
+    }
+
+    /// The trained parameters as they are on this rank, one slice for each layer: for a checkpoint in a format of one's own.
+    pub fn read<M: Module, T>(
+        &self,
+        model: &M,
+        with: impl FnOnce(&[&[f32]]) -> T,
+    ) -> Result<T, DistributedError> {
+        self.with_layers(&walk(model), with)
+    }
+
+    /// The module with other values, one vector for each layer, which all ranks must say alike.
+    pub fn write<M: Module>(&self, model: M, weights: &[Vec<f32>]) -> Result<M, DistributedError> {
+        if weights.len() != self.trained.len() {
+            let why = format!("there are values for {} of {} layers", weights.len(), self.trained.len());
+            return Err(DistributedError::Model(why));
+        }
+        let put = |layer: usize, values: Values| {
+            check_size(&self.sync.layers()[layer].name, weights[layer].len(), values.len())?;
+            values.write(&weights[layer])
+        };
+        let is_layer = |id, _| self.watch.number(id).is_some();
+        change(model, is_layer, |id, values| put(self.watch.number(id).unwrap_or_default(), values))
+    }
+
+    /// What the module keeps beside the parameters that are trained, in its order: running statistics, and what is frozen.
+    pub fn statistics<M: Module>(&self, model: &M) -> Result<Vec<Vec<f32>>, DistributedError> {
+        drop(model.valid()); // brings running statistics up to date
+        self.kept_beside(model).map(|(_, values)| Ok(values.read()?.into_owned())).collect()
+    }
+
+    /// The module with other values in the place of its [`Distributed::statistics`].
+    pub fn with_statistics<M: Module>(&self, model: M, values: Vec<Vec<f32>>) -> Result<M, DistributedError> {
+        drop(model.valid()); // nothing that was gathered before may come after these
+        let mut values = values.into_iter();
+        let mut new = HashMap::new();
+        for (id, own) in self.kept_beside(&model) {
+            new.insert(id, fitting("a statistic", values.next().unwrap_or_default(), own.len())?);
+        }
+        put(model, new)
+    }
+
+    fn kept_beside<M: Module>(&self, model: &M) -> impl Iterator<Item = (ParamId, Values)> {
+        let beside = walk(model).into_iter().filter(|met| self.watch.number(met.id).is_none());
+        beside.filter_map(|met| Some((met.id, met.tensor.ok()?)))
+    }
+
+    /// The optimizer behind [`Distributed::step`], for its moments.
+    pub fn optimizer(&self) -> &Optimizer {
+        &self.optimizer
+    }
+
+    /// Brings back what lasts from step to step, between two steps. All ranks call this.
+    pub fn restore<T, E>(&mut self, with: impl FnOnce(Lasting<'_>) -> Result<T, E>) -> Result<T, E> {
+        let local = self.alone.as_mut().map(|alone| (&mut alone.local, &mut alone.steps));
+        let restored = with(Lasting { synchronizer: &mut self.sync, optimizer: &mut self.optimizer, local })?;
+        self.begun = None;
+        self.watch.come().wanted = self.place.wanted(&self.sync);
+        Ok(restored)
     }
 
     /// The module as it is to be judged, without gradients, dropout and the like: running statistics, which every rank gathers from its own
@@ -135,21 +215,29 @@ impl Distributed {
     }
 
     fn saved<M: Module>(&self, dir: &Path, model: &M) -> Result<(), DistributedError> {
+        if self.local().is_some_and(|local| local.since() > 0) {
+            return Err(DistributedError::Model(BETWEEN.into()));
+        }
         let io = |source| FileError::Io { path: dir.to_path_buf(), source };
         std::fs::create_dir_all(dir).map_err(io)?;
         let model = model.valid(); // brings running statistics up to date
         let hash = self.checked(&walk(&model))?;
         let (alike, own) = self.alike_and_own(&model)?;
         let read = |(_, path, values): Held| Ok((path, values.read()?.into_owned()));
+        let mut own: Vec<_> = own.into_iter().map(read).collect::<Result<_, DistributedError>>()?;
+        let moments: Vec<_> = self.optimizer.moments().collect();
+        if self.alone.is_some() {
+            own.extend(moments.iter().map(|(name, values)| (name.clone(), values.to_vec())));
+        }
         if self.comm.rank() == 0 {
-            let about = About::from([("replica-hash".into(), format!("{hash:016x}"))]);
-            let moments: Vec<_> = self.optimizer.moments().collect();
-            let moments = moments.iter().map(|(name, values)| (name.as_str(), *values));
+            let mut about = About::from([("replica-hash".into(), format!("{hash:016x}"))]);
+            about.extend(self.alone.as_ref().map(|alone| (STEPS.into(), alone.steps.to_string())));
+            let moments = moments.iter().filter(|_| self.alone.is_none());
+            let moments = moments.map(|(name, values)| (name.as_str(), *values));
             let alike: Vec<_> = alike.into_iter().map(read).collect::<Result<_, DistributedError>>()?;
             let tensors = alike.iter().map(|(path, values)| (path.as_str(), &values[..]));
             file::write(&dir.join(MODEL_FILE), FORMAT, &about, tensors.chain(moments))?;
         }
-        let own = own.into_iter().map(read).collect::<Result<_, DistributedError>>()?;
         self.sync.save(dir, hash, own)?;
         let barrier = self.comm.barrier(self.tag(Op::Saved)).wait(self.deadline);
         barrier.map_err(|source| failed("a checkpoint", source))
@@ -177,14 +265,26 @@ impl Distributed {
             let kept = kept.ok_or_else(|| wrong(format!("it has no {path}: it is of another module")))?;
             held.insert(id, fitting(&path, kept, tensor.len())?);
         }
-        self.optimizer
-            .restore(|name, size| tensors.remove(name).map(|kept| fitting(name, kept, size)).transpose())?;
+        self.optimizer.restore(|name, size| {
+            let kept = tensors.remove(name).or_else(|| own.remove(name));
+            kept.map(|kept| fitting(name, kept, size)).transpose()
+        })?;
         if let Some(name) = tensors.keys().chain(own.keys()).next() {
             return Err(wrong(format!("it has {name}, which is not of this module")));
         }
         self.begun = None;
         self.watch.come().wanted = self.place.wanted(&self.sync);
         let model = put(model, held)?;
+        if self.alone.is_some() {
+            let steps = about.get(STEPS).and_then(|steps| steps.parse().ok());
+            let steps = steps.ok_or_else(|| wrong("it is of a run without local steps".into()))?;
+            let copy = |layers: &[&[f32]]| layers.iter().map(|layer| layer.to_vec()).collect();
+            let weights = self.read(&model, copy)?;
+            self.alone.as_mut().map_or(Ok(()), |alone| {
+                alone.steps = steps;
+                alone.local.restore(weights, 0)
+            })?;
+        }
         match self.checked(&walk(&model))? == hash {
             true => Ok(model),
             false => Err(wrong("it does not belong to the residuals beside it".into())),
@@ -197,12 +297,12 @@ fn failed(what: &'static str, source: CommError) -> DistributedError {
 }
 
 fn fitting(path: &str, values: Vec<f32>, size: usize) -> Result<Vec<f32>, DistributedError> {
-    match values.len() == size {
-        true => Ok(values),
-        false => {
-            Err(DistributedError::Model(format!("{path} has {} elements instead of {size}", values.len())))
-        }
-    }
+    check_size(path, values.len(), size).map(|()| values)
+}
+
+fn check_size(path: &str, is: usize, size: usize) -> Result<(), DistributedError> {
+    let wrong = || DistributedError::Model(format!("{path} has {is} elements instead of {size}"));
+    if is == size { Ok(()) } else { Err(wrong()) }
 }
 
 /// The module with these values.
