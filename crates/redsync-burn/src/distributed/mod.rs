@@ -248,6 +248,7 @@ impl Distributed {
 
     /// Updates the weights by the gradients of all ranks, at a learning rate: SGD or AdamW, as the momentum of the configuration has it,
     /// applied once, in the residual of layers that are compressed and here for others. A parameter that was frozen meanwhile stays as it is.
+    /// With local steps: by the gradients of this rank, and ranks exchange weights when it is time.
     pub fn step<M: Module>(
         &mut self,
         rate: f64,

@@ -99,7 +99,7 @@ impl Values {
         }
     }
 
-    /// A tensor of one element and as many axes, where this one is.
+    /// What stands for it while it is away: as many axes, and in the memory of the host one element.
     pub fn empty(&self) -> Self {
         match self {
             Values::Host(tensor) => {

@@ -74,7 +74,8 @@ impl Distributed {
         put(model, begin)
     }
 
-    /// Compares the trained parameters of all ranks, bit by bit, and returns their common hash. All ranks call this between two steps.
+    /// Compares the trained parameters of all ranks, bit by bit, and returns their common hash; with local steps, those on which they agreed
+    /// last. All ranks call this between two steps.
     pub fn check<M: Module>(&self, model: &M) -> Result<u64, DistributedError> {
         let checked = self.checked(&walk(model));
         self.or_give_up(checked)
@@ -109,7 +110,7 @@ impl Distributed {
         self.with_layers(&walk(model), with)
     }
 
-    /// The module with other values, one vector for each layer, which all ranks must say alike.
+    /// The module with other values, one vector for each layer. Whether all ranks say the same, [`Distributed::check`] finds out.
     pub fn write<M: Module>(&self, model: M, weights: &[Vec<f32>]) -> Result<M, DistributedError> {
         if weights.len() != self.trained.len() {
             let why = format!("there are values for {} of {} layers", weights.len(), self.trained.len());

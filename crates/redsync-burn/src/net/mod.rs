@@ -24,7 +24,8 @@
 //! # Ok::<(), redsync_burn::net::UnknownModel>(())
 //! ```
 //!
-//! Several ranks train one with [`Distributed`](crate::Distributed), which [`Net::layer`] tells what the layers are called.
+//! They work on Burn's CPU backend, and a forward pass of tensors that are elsewhere panics. Several ranks train one with
+//! [`Distributed`](crate::Distributed), which [`Net::layer`] tells what the layers are called.
 
 mod begin;
 mod blocks;
