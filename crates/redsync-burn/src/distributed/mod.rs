@@ -3,6 +3,7 @@
 //! What must hold: all ranks begin with the weights of rank 0 and keep the same weights, bit by bit; whatever one rank cannot do ends all.
 
 mod alone;
+mod lasting;
 mod module;
 mod place;
 mod setup;
@@ -10,10 +11,10 @@ mod state;
 mod threads;
 mod watch;
 
+pub use lasting::Lasting;
 #[cfg(feature = "wgpu")]
 pub use place::there::Copied;
 pub use setup::Setup;
-pub use state::Lasting;
 pub use threads::on_threads;
 pub use watch::Watch;
 

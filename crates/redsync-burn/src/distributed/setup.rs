@@ -75,37 +75,9 @@ impl Setup {
         model: M,
         comm: Arc<dyn Communicator>,
     ) -> Result<(M, Distributed), DistributedError> {
-        let Setup { mut config, layer: described, alike, local } = self;
-        let (mut layers, mut trained) = (Vec::<Layer>::new(), Vec::new());
-        let mut place = None;
-        for met in walk(&model) {
-            let Met { path, id, trains, shape, tensor } = met;
-            let kept = match (trains, &tensor) {
-                (true, _) => "trained",
-                (false, Ok(_)) => "frozen",
-                (false, Err(_)) => "elsewhere",
-            };
-            config.agree.push((format!("parameter {path}"), format!("{shape:?}, {kept}")));
-            if trains {
-                let tensor = tensor.map_err(|why| DistributedError::Unserved { name: path.clone(), why })?;
-                let place = place.get_or_insert_with(|| Place::of(&tensor));
-                if tensor.device() != place.device() {
-                    let (device, other) = (called(&tensor.device()), called(&place.device()));
-                    let first = layers.first().map_or(String::new(), |layer| layer.name.clone());
-                    return Err(DistributedError::Apart { name: path, device, first, other });
-                }
-                let (size, kind) =
-                    (shape.iter().product(), if shape.len() < 2 { Kind::BiasOrNorm } else { Kind::Weight });
-                layers.push(Layer { size, ..described(Layer::new(path, size, kind)) });
-                trained.push(Trained { id, shape });
-            }
-        }
-        let mut place = place.ok_or_else(|| DistributedError::Model(NOTHING.into()))?;
-        if layers.iter().all(|layer| layer.kind != Kind::Output)
-            && let Some(last) = layers.iter_mut().rfind(|layer| layer.kind == Kind::Weight)
-        {
-            last.kind = Kind::Output;
-        }
+        let Found { layers, trained, mut place, agree } = self.find(&model)?;
+        let Setup { mut config, alike, local, .. } = self;
+        config.agree.extend(agree);
         let (deadline, momentum, clip) = (config.deadline, config.momentum, config.clip);
         if let Some((every, rate)) = local {
             if !place.is_host() {
@@ -135,6 +107,50 @@ impl Setup {
         }
         Ok((model, made))
     }
+
+    /// What there is to train in a module, and where it is.
+    fn find<M: Module>(&self, model: &M) -> Result<Found, DistributedError> {
+        let (mut layers, mut trained, mut agree) = (Vec::<Layer>::new(), Vec::new(), Vec::new());
+        let mut place = None;
+        for met in walk(model) {
+            let Met { path, id, trains, shape, tensor } = met;
+            let kept = match (trains, &tensor) {
+                (true, _) => "trained",
+                (false, Ok(_)) => "frozen",
+                (false, Err(_)) => "elsewhere",
+            };
+            agree.push((format!("parameter {path}"), format!("{shape:?}, {kept}")));
+            if trains {
+                let tensor = tensor.map_err(|why| DistributedError::Unserved { name: path.clone(), why })?;
+                let place = place.get_or_insert_with(|| Place::of(&tensor));
+                if tensor.device() != place.device() {
+                    let (device, other) = (called(&tensor.device()), called(&place.device()));
+                    let first = layers.first().map_or(String::new(), |layer| layer.name.clone());
+                    return Err(DistributedError::Apart { name: path, device, first, other });
+                }
+                let kind = if shape.len() < 2 { Kind::BiasOrNorm } else { Kind::Weight };
+                let size = shape.iter().product();
+                layers.push(Layer { size, ..(self.layer)(Layer::new(path, size, kind)) });
+                trained.push(Trained { id, shape });
+            }
+        }
+        if layers.iter().all(|layer| layer.kind != Kind::Output)
+            && let Some(last) = layers.iter_mut().rfind(|layer| layer.kind == Kind::Weight)
+        {
+            last.kind = Kind::Output;
+        }
+        let place = place.ok_or_else(|| DistributedError::Model(NOTHING.into()))?;
+        Ok(Found { layers, trained, place, agree })
+    }
+}
+
+/// What there is to train in a module, and where it is.
+struct Found {
+    layers: Vec<Layer>,
+    trained: Vec<Trained>,
+    place: Place,
+    /// What must be the same on all ranks.
+    agree: Vec<(String, String)>,
 }
 
 const NOTHING: &str = "the module has no parameter that is trained: make it on a device with gradients (Device::flex().autodiff())";

@@ -12,7 +12,7 @@ use super::{Distributed, DistributedError};
 use burn::module::{Module, ParamId};
 use redsync_comm::{CommError, Tag};
 use redsync_engine::file::{self, About, FileError};
-use redsync_engine::{Local, Optimizer, Synchronizer, replica_hash};
+use redsync_engine::replica_hash;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -34,16 +34,6 @@ enum Op {
     Differ,
     Mean,
     Saved,
-}
-
-/// What lasts from step to step beside a module, to be brought back from a checkpoint in a format of one's own.
-pub struct Lasting<'a> {
-    /// Residuals.
-    pub synchronizer: &'a mut Synchronizer,
-    /// The moments of [`Distributed::step`].
-    pub optimizer: &'a mut Optimizer,
-    /// Local steps: the weights on which the ranks agreed last, and how many steps were made in all.
-    pub local: Option<(&'a mut Local, &'a mut u64)>,
 }
 
 /// A tensor of a module, by its path.
@@ -88,7 +78,11 @@ impl Distributed {
         }
     }
 
-    fn with_layers<T>(&self, met: &[Met], with: impl FnOnce(&[&[f32]]) -> T) -> Result<T, DistributedError> {
+    pub(super) fn with_layers<T>(
+        &self,
+        met: &[Met],
+        with: impl FnOnce(&[&[f32]]) -> T,
+    ) -> Result<T, DistributedError> {
         let mut layers: Vec<Option<Cow<'_, [f32]>>> = vec![None; self.trained.len()];
         for Met { id, path, tensor, .. } in met {
             if let Some(layer) = self.watch.number(*id) {
@@ -99,65 +93,6 @@ impl Distributed {
         let layers: Option<Vec<&[f32]>> = layers.iter().map(Option::as_deref).collect();
         let other = || DistributedError::Model("this is not the module that was made distributed".into());
         Ok(with(&layers.ok_or_else(other)?))
-    }
-
-    /// The trained parameters as they are on this rank, one slice for each layer: for a checkpoint in a format of one's own.
-    pub fn read<M: Module, T>(
-        &self,
-        model: &M,
-        with: impl FnOnce(&[&[f32]]) -> T,
-    ) -> Result<T, DistributedError> {
-        self.with_layers(&walk(model), with)
-    }
-
-    /// The module with other values, one vector for each layer. Whether all ranks say the same, [`Distributed::check`] finds out.
-    pub fn write<M: Module>(&self, model: M, weights: &[Vec<f32>]) -> Result<M, DistributedError> {
-        if weights.len() != self.trained.len() {
-            let why = format!("there are values for {} of {} layers", weights.len(), self.trained.len());
-            return Err(DistributedError::Model(why));
-        }
-        let put = |layer: usize, values: Values| {
-            check_size(&self.sync.layers()[layer].name, weights[layer].len(), values.len())?;
-            values.write(&weights[layer])
-        };
-        let is_layer = |id, _| self.watch.number(id).is_some();
-        change(model, is_layer, |id, values| put(self.watch.number(id).unwrap_or_default(), values))
-    }
-
-    /// What the module keeps beside the parameters that are trained, in its order: running statistics, and what is frozen.
-    pub fn statistics<M: Module>(&self, model: &M) -> Result<Vec<Vec<f32>>, DistributedError> {
-        drop(model.valid()); // brings running statistics up to date
-        self.kept_beside(model).map(|(_, values)| Ok(values.read()?.into_owned())).collect()
-    }
-
-    /// The module with other values in the place of its [`Distributed::statistics`].
-    pub fn with_statistics<M: Module>(&self, model: M, values: Vec<Vec<f32>>) -> Result<M, DistributedError> {
-        drop(model.valid()); // nothing that was gathered before may come after these
-        let mut values = values.into_iter();
-        let mut new = HashMap::new();
-        for (id, own) in self.kept_beside(&model) {
-            new.insert(id, fitting("a statistic", values.next().unwrap_or_default(), own.len())?);
-        }
-        put(model, new)
-    }
-
-    fn kept_beside<M: Module>(&self, model: &M) -> impl Iterator<Item = (ParamId, Values)> {
-        let beside = walk(model).into_iter().filter(|met| self.watch.number(met.id).is_none());
-        beside.filter_map(|met| Some((met.id, met.tensor.ok()?)))
-    }
-
-    /// The optimizer behind [`Distributed::step`], for its moments.
-    pub fn optimizer(&self) -> &Optimizer {
-        &self.optimizer
-    }
-
-    /// Brings back what lasts from step to step, between two steps. All ranks call this.
-    pub fn restore<T, E>(&mut self, with: impl FnOnce(Lasting<'_>) -> Result<T, E>) -> Result<T, E> {
-        let local = self.alone.as_mut().map(|alone| (&mut alone.local, &mut alone.steps));
-        let restored = with(Lasting { synchronizer: &mut self.sync, optimizer: &mut self.optimizer, local })?;
-        self.begun = None;
-        self.watch.come().wanted = self.place.wanted(&self.sync);
-        Ok(restored)
     }
 
     /// The module as it is to be judged, without gradients, dropout and the like: running statistics, which every rank gathers from its own
@@ -297,16 +232,16 @@ fn failed(what: &'static str, source: CommError) -> DistributedError {
     DistributedError::Comm { what, source }
 }
 
-fn fitting(path: &str, values: Vec<f32>, size: usize) -> Result<Vec<f32>, DistributedError> {
+pub(super) fn fitting(path: &str, values: Vec<f32>, size: usize) -> Result<Vec<f32>, DistributedError> {
     check_size(path, values.len(), size).map(|()| values)
 }
 
-fn check_size(path: &str, is: usize, size: usize) -> Result<(), DistributedError> {
+pub(super) fn check_size(path: &str, is: usize, size: usize) -> Result<(), DistributedError> {
     let wrong = || DistributedError::Model(format!("{path} has {is} elements instead of {size}"));
     if is == size { Ok(()) } else { Err(wrong()) }
 }
 
 /// The module with these values.
-fn put<M: Module>(model: M, new: HashMap<ParamId, Vec<f32>>) -> Result<M, DistributedError> {
+pub(super) fn put<M: Module>(model: M, new: HashMap<ParamId, Vec<f32>>) -> Result<M, DistributedError> {
     change(model, |id, _| new.contains_key(&id), |id, tensor: Values| tensor.write(&new[&id]))
 }

@@ -60,9 +60,10 @@ pub struct Parameters {
 /// If the shapes do not agree, or one of them is empty.
 pub fn lstm(x: Tensor<3>, parameters: Parameters, (h, c): State) -> (Tensor<3>, State) {
     let sizes = sizes(&x, &parameters, (&h, &c));
-    let taped = [&parameters.weight_ih, &parameters.weight_hh].into_iter().any(Tensor::is_autodiff)
-        || x.is_autodiff();
     let Parameters { weight_ih, weight_hh, bias_ih, bias_hh } = parameters;
+    let taped = x.is_autodiff()
+        || [&weight_ih, &weight_hh].into_iter().any(Tensor::is_autodiff)
+        || [&bias_ih, &bias_hh].into_iter().any(Tensor::is_autodiff);
     let (x, x_node) = tape(x).into_parts();
     let (weight_ih, ih_node) = tape(weight_ih).into_parts();
     let (weight_hh, hh_node) = tape(weight_hh).into_parts();

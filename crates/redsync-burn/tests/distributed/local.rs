@@ -12,7 +12,7 @@ fn momentum() -> Config {
     Config { momentum: Momentum::Plain(0.9), ..config(Method::RgcTwoBit, 0.1) }
 }
 
-/// The hash of what the ranks agreed on last, for modules that were made from one seed.
+/// A module whose ranks exchange weights every so many steps.
 fn every(every: u64, config: Config, comm: Comm) -> (Net, Distributed) {
     let setup = Distributed::setup(config).local_steps(every, 1.0);
     setup.make(Net::new(), comm).expect("a module")
@@ -177,6 +177,8 @@ fn values_and_statistics_are_read_and_written() {
         let wrong = |result: Result<Net, DistributedError>| result.expect_err("a refusal").to_string();
         let few = wrong(distributed.write(net.clone(), &weights[1..]));
         assert_eq!(few, "there are values for 7 of 8 layers");
+        let few = wrong(distributed.with_statistics(net.clone(), vec![vec![0.0; 6]]));
+        assert_eq!(few, "there are values for 1 of 2 statistics");
         let short = wrong(distributed.with_statistics(net, vec![vec![0.0; 6], vec![0.0; 5]]));
         assert_eq!(short, "a statistic has 5 elements instead of 6");
     });
