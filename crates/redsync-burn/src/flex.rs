@@ -118,9 +118,24 @@ pub fn untape<const D: usize>(tensor: Tensor<D>) -> FlexTensor {
 /// The tensor as our operations take it.
 ///
 /// # Panics
-/// If it was not made on [`device`], which only a mistake in this crate can do.
+/// If it is not on Burn's CPU backend, as Burn's operations do with tensors of two devices.
 pub fn tape<const D: usize>(tensor: Tensor<D>) -> Tracked {
-    tensor.try_into_primitive::<Taped>().expect("all tensors are made on one device")
+    try_tape(tensor).unwrap_or_else(|why| panic!("a tensor: {why}"))
+}
+
+/// What an operation of ours gives: on the tape if one of its tensors was.
+pub fn given<const D: usize>(tensor: Tracked, taped: bool) -> Tensor<D> {
+    let tensor = Tensor::from_primitive::<Taped>(tensor);
+    if taped { tensor } else { tensor.inner() }
+}
+
+/// Values that nobody asks gradients of, on the tape if the other tensor is.
+pub fn beside<const D: usize, const E: usize>(
+    other: &Tensor<E>,
+    values: Vec<f32>,
+    shape: [usize; D],
+) -> Tensor<D> {
+    given(Tracked::new(tensor(values, &shape)), other.is_autodiff())
 }
 
 /// The tensor as Burn's operations take it.

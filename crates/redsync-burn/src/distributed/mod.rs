@@ -2,26 +2,32 @@
 //! Goes out: gradients that are averaged over the ranks, for any optimizer of Burn, or the module with its weights updated.
 //! What must hold: all ranks begin with the weights of rank 0 and keep the same weights, bit by bit; whatever one rank cannot do ends all.
 
+mod alone;
+mod lasting;
 mod module;
 mod place;
+mod setup;
 mod state;
 mod threads;
 mod watch;
 
+pub use lasting::Lasting;
 #[cfg(feature = "wgpu")]
 pub use place::there::Copied;
+pub use setup::Setup;
 pub use threads::on_threads;
 pub use watch::Watch;
 
-use crate::flex::{Unserved, called};
+use crate::flex::Unserved;
+use alone::Alone;
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
-use module::{Met, change, give, take, walk};
-use place::Place;
+use module::{change, give, take};
+use place::{Place, Values};
 use redsync_comm::{CommError, Communicator};
 use redsync_engine::file::FileError;
 use redsync_engine::offload::DeviceError;
-use redsync_engine::{Config, Kind, Layer, Momentum, Optimizer, SyncError, Synchronizer, Traffic};
+use redsync_engine::{Config, Momentum, Optimizer, SyncError, Synchronizer, Traffic};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -132,6 +138,8 @@ pub struct Distributed {
     momentum: Momentum,
     /// The rate with which the step that is under way began.
     begun: Option<f32>,
+    /// With local steps, what they need.
+    alone: Option<Alone>,
 }
 
 struct Trained {
@@ -148,56 +156,17 @@ impl Distributed {
         config: Config,
         comm: Arc<dyn Communicator>,
     ) -> Result<(M, Self), DistributedError> {
-        let made = Self::make(model, config, comm.clone());
-        made.inspect_err(|error| comm.give_up(&error.to_string()))
+        Self::setup(config).make(model, comm)
     }
 
-    fn make<M: Module>(
-        model: M,
-        mut config: Config,
-        comm: Arc<dyn Communicator>,
-    ) -> Result<(M, Self), DistributedError> {
-        let (mut layers, mut trained) = (Vec::<Layer>::new(), Vec::new());
-        let mut place = None;
-        for met in walk(&model) {
-            let Met { path, id, trains, shape, tensor } = met;
-            let kept = match (trains, &tensor) {
-                (true, _) => "trained",
-                (false, Ok(_)) => "frozen",
-                (false, Err(_)) => "elsewhere",
-            };
-            config.agree.push((format!("parameter {path}"), format!("{shape:?}, {kept}")));
-            if trains {
-                let tensor = tensor.map_err(|why| DistributedError::Unserved { name: path.clone(), why })?;
-                let place = place.get_or_insert_with(|| Place::of(&tensor));
-                if tensor.device() != place.device() {
-                    let (device, other) = (called(&tensor.device()), called(&place.device()));
-                    let first = layers.first().map_or(String::new(), |layer| layer.name.clone());
-                    return Err(DistributedError::Apart { name: path, device, first, other });
-                }
-                let kind = if shape.len() < 2 { Kind::BiasOrNorm } else { Kind::Weight };
-                layers.push(Layer::new(path, shape.iter().product(), kind));
-                trained.push(Trained { id, shape });
-            }
-        }
-        let mut place = place.ok_or_else(|| DistributedError::Model(NOTHING.into()))?;
-        if let Some(last) = layers.iter_mut().rfind(|layer| layer.kind == Kind::Weight) {
-            last.kind = Kind::Output;
-        }
-        let (deadline, momentum) = (config.deadline, config.momentum);
-        let sync = place.synchronizer(layers, config, comm.clone())?;
-        let place = Arc::new(place);
-        let numbers = trained.iter().enumerate().map(|(layer, trained)| (trained.id, layer)).collect();
-        let watch = Watch::new(numbers, sync.submitter(), place.clone(), place.wanted(&sync));
-        let optimizer = Optimizer::new(&sync, 0.0);
-        let begun = None;
-        let made = Distributed { sync, optimizer, watch, place, trained, comm, deadline, momentum, begun };
-        Ok((made.begin_alike(model)?, made))
+    /// The same with more to be said: what the layers are, whether all ranks have the same module already, local steps.
+    pub fn setup(config: Config) -> Setup {
+        Setup::new(config)
     }
 
     /// With [`Distributed::step`], weights decay by this, but not biases and norms. To be said before the first step.
     pub fn with_weight_decay(self, decay: f32) -> Self {
-        Distributed { optimizer: Optimizer::new(&self.sync, decay), ..self }
+        Distributed { optimizer: Optimizer::of(self.sync.layers(), self.momentum, decay), ..self }
     }
 
     /// This rank and the number of ranks.
@@ -234,9 +203,17 @@ impl Distributed {
     /// in them keeps the rate at which it came. [`Distributed::step`] says it itself unless layers are watched. Before
     /// [`Distributed::average`] it is worth saying when the rate of the optimizer changes.
     pub fn begin(&mut self, rate: f64) -> Result<(), DistributedError> {
-        let begun = self.optimizer.begin(&self.sync, rate as f32);
+        let begun = self.tell_rate(rate as f32);
         self.begun = Some(rate as f32);
-        self.or_give_up(begun.map_err(DistributedError::from))
+        self.or_give_up(begun)
+    }
+
+    fn tell_rate(&mut self, rate: f32) -> Result<(), DistributedError> {
+        match self.alone {
+            None => Ok(self.optimizer.begin(&self.sync, rate)?),
+            // What waits then are differences of weights, which have no rate.
+            Some(_) => Ok(()),
+        }
     }
 
     /// Averages the gradients of all ranks, for an optimizer of Burn, whose momentum acts on what comes out. Every trained parameter gets
@@ -258,6 +235,9 @@ impl Distributed {
         if self.momentum != Momentum::None {
             return Err(DistributedError::Model(TWICE.into()));
         }
+        if self.alone.is_some() {
+            return Err(DistributedError::Model(ALONE.into()));
+        }
         self.begun = None;
         self.exchange(model, gradients)?;
         let mut tensors = HashMap::new();
@@ -269,6 +249,7 @@ impl Distributed {
 
     /// Updates the weights by the gradients of all ranks, at a learning rate: SGD or AdamW, as the momentum of the configuration has it,
     /// applied once, in the residual of layers that are compressed and here for others. A parameter that was frozen meanwhile stays as it is.
+    /// With local steps: by the gradients of this rank, and ranks exchange weights when it is time.
     pub fn step<M: Module>(
         &mut self,
         rate: f64,
@@ -289,12 +270,15 @@ impl Distributed {
             None if self.watch.come().layers.contains(&true) => {
                 return Err(DistributedError::Model(LATE.into()));
             }
-            None => self.optimizer.begin(&self.sync, rate as f32)?,
+            None => self.tell_rate(rate as f32)?,
             Some(begun) if begun == rate as f32 => {}
             Some(begun) => {
                 let why = format!("the step began at the rate {begun} and cannot be made at {rate}");
                 return Err(DistributedError::Model(why));
             }
+        }
+        if self.alone.is_some() {
+            return self.stepped_alone(rate as f32, model, gradients);
         }
         self.exchange(&model, gradients)?;
         let (watch, place) = (&self.watch, &self.place);
@@ -309,24 +293,41 @@ impl Distributed {
         if any { Ok(model) } else { Err(DistributedError::Model(IDLE.into())) }
     }
 
-    /// Hands over what did not come during the backward pass, the last layer first, and waits for the updates.
-    fn exchange<M: Module>(
+    /// Hands over what did not come during the backward pass, and waits for the updates.
+    fn exchange<M: Module>(&mut self, model: &M, gradients: GradientsParams) -> Result<(), DistributedError> {
+        let rest = self.rest(model, gradients)?;
+        let wanted = self.watch.come().wanted.clone();
+        for (layer, gradient) in rest {
+            match gradient {
+                Some(gradient) => {
+                    self.place.submit(&self.sync.submitter(), layer, gradient, wanted[layer])?
+                }
+                None => self.sync.skip(layer)?,
+            }
+        }
+        self.sync.finish()?;
+        self.watch.come().wanted = self.place.wanted(&self.sync);
+        Ok(())
+    }
+
+    /// What did not come during the backward pass, the last layer first: layers with their gradients, if they have one.
+    fn rest<M: Module>(
         &mut self,
         model: &M,
         mut gradients: GradientsParams,
-    ) -> Result<(), DistributedError> {
+    ) -> Result<Vec<(usize, Option<Values>)>, DistributedError> {
         let mut taken = take(model, &mut gradients);
         let mut come = self.watch.come();
         let came = std::mem::replace(&mut come.layers, vec![false; self.trained.len()]);
         let failure = come.failure.take();
-        let wanted = come.wanted.clone();
         drop(come);
         failure.map_or(Ok(()), Err)?;
+        let mut rest = Vec::new();
         for (layer, trained) in self.trained.iter().enumerate().rev() {
             let name = || self.sync.layers()[layer].name.clone();
             match (taken.remove(&trained.id), came[layer]) {
                 (None, true) => {}
-                (None, false) => self.sync.skip(layer)?,
+                (None, false) => rest.push((layer, None)),
                 (Some(_), true) => {
                     let why = format!("parameter {} is watched and used unwatched at the same step", name());
                     return Err(DistributedError::Model(why));
@@ -334,16 +335,14 @@ impl Distributed {
                 (Some(gradient), false) => {
                     let gradient =
                         gradient.map_err(|why| DistributedError::Unserved { name: name(), why })?;
-                    self.place.submit(&self.sync.submitter(), layer, gradient, wanted[layer])?;
+                    rest.push((layer, Some(gradient)));
                 }
             }
         }
         if !taken.is_empty() || !gradients.is_empty() {
             return Err(DistributedError::Model(STRANGE.into()));
         }
-        self.sync.finish()?;
-        self.watch.come().wanted = self.place.wanted(&self.sync);
-        Ok(())
+        Ok(rest)
     }
 
     /// No other rank waits for one that cannot go on.
@@ -352,9 +351,9 @@ impl Distributed {
     }
 }
 
-const NOTHING: &str = "the module has no parameter that is trained: make it on a device with gradients (Device::flex().autodiff())";
 const IDLE: &str = "no parameter of the module is trained any more: all were frozen, or the module was moved to another device";
 const TWICE: &str = "the configuration has momentum: let step update the weights, or choose Momentum::None and an optimizer with its own";
+const ALONE: &str = "with local steps, step updates the weights: ranks exchange no gradients";
 const LATE: &str = "layers are watched: begin(rate) comes before the forward pass";
 const STRANGE: &str =
     "there is a gradient of a parameter that was frozen or not there when the module was made distributed";

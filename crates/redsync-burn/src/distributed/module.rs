@@ -2,8 +2,8 @@
 //! What must hold: a parameter that stands at two places is met once and is one tensor at both afterwards; a changed tensor trains as the
 //! one before did; nothing but values is changed.
 
-use super::DistributedError;
 use super::place::Values;
+use super::{DistributedError, Watch};
 use crate::flex::Unserved;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
@@ -69,6 +69,27 @@ pub(super) fn change<M: Module>(
     let mut change = Change { has: &has, put: &mut put, tied, done: GradientsParams::new(), failure: None };
     let model = model.map(&mut change);
     change.failure.map_or(Ok(model), Err)
+}
+
+/// The module with all its trained parameters changed at once: the function gets the values of each layer. Only in the memory of the host.
+pub(super) fn change_all<M: Module>(
+    model: M,
+    watch: &Watch,
+    with: impl FnOnce(&mut [&mut [f32]]) -> Result<(), DistributedError>,
+) -> Result<M, DistributedError> {
+    let is_layer = |id: ParamId, _| watch.number(id).is_some();
+    let number = |id: ParamId| watch.number(id).unwrap_or_default();
+    let mut taken: Vec<Option<Values>> = vec![None; watch.count()];
+    // Nobody may share a tensor that is to be changed in place, so an empty one stands in the module meanwhile.
+    let model = change(model, is_layer, |id, values| {
+        let empty = values.empty();
+        taken[number(id)] = Some(values);
+        Ok(empty)
+    })?;
+    let mut all: Vec<&mut [f32]> =
+        taken.iter_mut().filter_map(|values| values.as_mut().and_then(Values::host_mut)).collect();
+    with(&mut all)?;
+    change(model, is_layer, |id, empty| Ok(taken[number(id)].take().unwrap_or(empty)))
 }
 
 /// How often each parameter stands in a module.

@@ -42,6 +42,24 @@ impl Values {
         Unserved::check(tensor)
     }
 
+    /// The values, if they are in the memory of the host.
+    pub fn host(&self) -> Option<&[f32]> {
+        match self {
+            Values::Host(tensor) => Some(values(tensor)),
+            #[cfg(feature = "wgpu")]
+            Values::There(_) => None,
+        }
+    }
+
+    /// The same, to change: in place unless somebody else shares them.
+    pub fn host_mut(&mut self) -> Option<&mut [f32]> {
+        match self {
+            Values::Host(tensor) => Some(values_mut(tensor)),
+            #[cfg(feature = "wgpu")]
+            Values::There(_) => None,
+        }
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         match self {
@@ -81,6 +99,17 @@ impl Values {
         }
     }
 
+    /// What stands for it while it is away: as many axes, and in the memory of the host one element.
+    pub fn empty(&self) -> Self {
+        match self {
+            Values::Host(tensor) => {
+                Values::Host(flex::tensor(vec![0.0], &vec![1; flex::shape(tensor).len()]))
+            }
+            #[cfg(feature = "wgpu")]
+            Values::There(tensor) => Values::There(tensor.clone()),
+        }
+    }
+
     /// As Burn's operations take it, off the tape.
     pub fn tensor<const D: usize>(self) -> Tensor<D> {
         match self {
@@ -109,6 +138,11 @@ impl Place {
             #[cfg(feature = "wgpu")]
             Values::There(tensor) => Place::There(there::Resident::new(tensor)),
         }
+    }
+
+    /// Whether it is the memory of the host.
+    pub fn is_host(&self) -> bool {
+        matches!(self, Place::Host)
     }
 
     /// Its device.

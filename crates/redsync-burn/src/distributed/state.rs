@@ -22,6 +22,10 @@ const MODEL_FILE: &str = "model.safetensors";
 /// Its format.
 const FORMAT: &str = "redsync-distributed";
 
+/// How many local steps were made.
+const STEPS: &str = "local-steps";
+const BETWEEN: &str = "local steps are saved right behind an exchange: agree comes before save";
+
 /// The numbers of these collectives; the synchronizer's own are above and at the bottom, the trainer's between.
 #[derive(Clone, Copy)]
 #[repr(u32)]
@@ -60,13 +64,25 @@ impl Distributed {
         put(model, begin)
     }
 
-    /// Compares the trained parameters of all ranks, bit by bit, and returns their common hash. All ranks call this between two steps.
+    /// Compares the trained parameters of all ranks, bit by bit, and returns their common hash; with local steps, those on which they agreed
+    /// last. All ranks call this between two steps.
     pub fn check<M: Module>(&self, model: &M) -> Result<u64, DistributedError> {
         let checked = self.checked(&walk(model));
         self.or_give_up(checked)
     }
 
     fn checked(&self, met: &[Met]) -> Result<u64, DistributedError> {
+        match self.local() {
+            Some(local) => Ok(self.sync.check_replicas(&local.shared())?),
+            None => self.with_layers(met, |layers| Ok(self.sync.check_replicas(layers)?))?,
+        }
+    }
+
+    pub(super) fn with_layers<T>(
+        &self,
+        met: &[Met],
+        with: impl FnOnce(&[&[f32]]) -> T,
+    ) -> Result<T, DistributedError> {
         let mut layers: Vec<Option<Cow<'_, [f32]>>> = vec![None; self.trained.len()];
         for Met { id, path, tensor, .. } in met {
             if let Some(layer) = self.watch.number(*id) {
@@ -76,7 +92,7 @@ impl Distributed {
         }
         let layers: Option<Vec<&[f32]>> = layers.iter().map(Option::as_deref).collect();
         let other = || DistributedError::Model("this is not the module that was made distributed".into());
-        Ok(self.sync.check_replicas(&layers.ok_or_else(other)?)?)
+        Ok(with(&layers.ok_or_else(other)?))
     }
 
     /// The module as it is to be judged, without gradients, dropout and the like: running statistics, which every rank gathers from its own
@@ -135,21 +151,29 @@ impl Distributed {
     }
 
     fn saved<M: Module>(&self, dir: &Path, model: &M) -> Result<(), DistributedError> {
+        if self.local().is_some_and(|local| local.since() > 0) {
+            return Err(DistributedError::Model(BETWEEN.into()));
+        }
         let io = |source| FileError::Io { path: dir.to_path_buf(), source };
         std::fs::create_dir_all(dir).map_err(io)?;
         let model = model.valid(); // brings running statistics up to date
         let hash = self.checked(&walk(&model))?;
         let (alike, own) = self.alike_and_own(&model)?;
         let read = |(_, path, values): Held| Ok((path, values.read()?.into_owned()));
+        let mut own: Vec<_> = own.into_iter().map(read).collect::<Result<_, DistributedError>>()?;
+        let moments: Vec<_> = self.optimizer.moments().collect();
+        if self.alone.is_some() {
+            own.extend(moments.iter().map(|(name, values)| (name.clone(), values.to_vec())));
+        }
         if self.comm.rank() == 0 {
-            let about = About::from([("replica-hash".into(), format!("{hash:016x}"))]);
-            let moments: Vec<_> = self.optimizer.moments().collect();
-            let moments = moments.iter().map(|(name, values)| (name.as_str(), *values));
+            let mut about = About::from([("replica-hash".into(), format!("{hash:016x}"))]);
+            about.extend(self.alone.as_ref().map(|alone| (STEPS.into(), alone.steps.to_string())));
+            let moments = moments.iter().filter(|_| self.alone.is_none());
+            let moments = moments.map(|(name, values)| (name.as_str(), *values));
             let alike: Vec<_> = alike.into_iter().map(read).collect::<Result<_, DistributedError>>()?;
             let tensors = alike.iter().map(|(path, values)| (path.as_str(), &values[..]));
             file::write(&dir.join(MODEL_FILE), FORMAT, &about, tensors.chain(moments))?;
         }
-        let own = own.into_iter().map(read).collect::<Result<_, DistributedError>>()?;
         self.sync.save(dir, hash, own)?;
         let barrier = self.comm.barrier(self.tag(Op::Saved)).wait(self.deadline);
         barrier.map_err(|source| failed("a checkpoint", source))
@@ -177,14 +201,26 @@ impl Distributed {
             let kept = kept.ok_or_else(|| wrong(format!("it has no {path}: it is of another module")))?;
             held.insert(id, fitting(&path, kept, tensor.len())?);
         }
-        self.optimizer
-            .restore(|name, size| tensors.remove(name).map(|kept| fitting(name, kept, size)).transpose())?;
+        self.optimizer.restore(|name, size| {
+            let kept = tensors.remove(name).or_else(|| own.remove(name));
+            kept.map(|kept| fitting(name, kept, size)).transpose()
+        })?;
         if let Some(name) = tensors.keys().chain(own.keys()).next() {
             return Err(wrong(format!("it has {name}, which is not of this module")));
         }
         self.begun = None;
         self.watch.come().wanted = self.place.wanted(&self.sync);
         let model = put(model, held)?;
+        if self.alone.is_some() {
+            let steps = about.get(STEPS).and_then(|steps| steps.parse().ok());
+            let steps = steps.ok_or_else(|| wrong("it is of a run without local steps".into()))?;
+            let copy = |layers: &[&[f32]]| layers.iter().map(|layer| layer.to_vec()).collect();
+            let weights = self.read(&model, copy)?;
+            self.alone.as_mut().map_or(Ok(()), |alone| {
+                alone.steps = steps;
+                alone.local.restore(weights, 0)
+            })?;
+        }
         match self.checked(&walk(&model))? == hash {
             true => Ok(model),
             false => Err(wrong("it does not belong to the residuals beside it".into())),
@@ -196,16 +232,16 @@ fn failed(what: &'static str, source: CommError) -> DistributedError {
     DistributedError::Comm { what, source }
 }
 
-fn fitting(path: &str, values: Vec<f32>, size: usize) -> Result<Vec<f32>, DistributedError> {
-    match values.len() == size {
-        true => Ok(values),
-        false => {
-            Err(DistributedError::Model(format!("{path} has {} elements instead of {size}", values.len())))
-        }
-    }
+pub(super) fn fitting(path: &str, values: Vec<f32>, size: usize) -> Result<Vec<f32>, DistributedError> {
+    check_size(path, values.len(), size).map(|()| values)
+}
+
+pub(super) fn check_size(path: &str, is: usize, size: usize) -> Result<(), DistributedError> {
+    let wrong = || DistributedError::Model(format!("{path} has {is} elements instead of {size}"));
+    if is == size { Ok(()) } else { Err(wrong()) }
 }
 
 /// The module with these values.
-fn put<M: Module>(model: M, new: HashMap<ParamId, Vec<f32>>) -> Result<M, DistributedError> {
+pub(super) fn put<M: Module>(model: M, new: HashMap<ParamId, Vec<f32>>) -> Result<M, DistributedError> {
     change(model, |id, _| new.contains_key(&id), |id, tensor: Values| tensor.write(&new[&id]))
 }

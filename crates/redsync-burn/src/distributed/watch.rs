@@ -18,6 +18,8 @@ pub struct Watch {
     submitter: Submitter,
     place: Arc<Place>,
     come: Arc<Mutex<Come>>,
+    /// Whether gradients are kept, not handed over.
+    keeps: bool,
 }
 
 /// What came during the backward pass.
@@ -26,6 +28,8 @@ pub(super) struct Come {
     /// The layers whose gradients are wanted in the memory of the host at this step.
     pub wanted: Vec<bool>,
     pub failure: Option<DistributedError>,
+    /// Gradients that are kept.
+    kept: Vec<Option<Values>>,
 }
 
 impl Watch {
@@ -34,9 +38,11 @@ impl Watch {
         submitter: Submitter,
         place: Arc<Place>,
         wanted: Vec<bool>,
+        keeps: bool,
     ) -> Self {
-        let come = Come { layers: vec![false; layers.len()], wanted, failure: None };
-        Watch { layers: Arc::new(layers), submitter, place, come: Arc::new(Mutex::new(come)) }
+        let count = layers.len();
+        let come = Come { layers: vec![false; count], wanted, failure: None, kept: vec![None; count] };
+        Watch { layers: Arc::new(layers), submitter, place, come: Arc::new(Mutex::new(come)), keeps }
     }
 
     /// The number of a parameter's layer.
@@ -46,6 +52,16 @@ impl Watch {
 
     pub(super) fn come(&self) -> MutexGuard<'_, Come> {
         self.come.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of all layers.
+    pub(super) fn count(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// The gradients of a step that were kept, by layer.
+    pub(super) fn take_kept(&self) -> Vec<Option<Values>> {
+        std::mem::replace(&mut self.come().kept, vec![None; self.count()])
     }
 
     /// The same layer, whose gradients are handed over as soon as the backward pass has them. `input` is what the layer gets; every use
@@ -66,6 +82,12 @@ impl Watch {
     fn on_gradient<T: 'static>(&self, values: fn(T) -> Values) -> OnGradient<T> {
         let watch = self.clone();
         Arc::new(move |layer, gradient| {
+            if watch.keeps {
+                let mut come = watch.come();
+                come.layers[layer] = true;
+                come.kept[layer] = Some(values(gradient));
+                return;
+            }
             let wanted = watch.come().wanted[layer];
             let submitted = watch.place.submit(&watch.submitter, layer, values(gradient), wanted);
             let mut come = watch.come();

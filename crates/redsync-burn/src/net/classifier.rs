@@ -1,51 +1,113 @@
 //! Networks for images: VGG, ResNet, AlexNet and a small one for digits, each from its configuration.
-//! What must hold: names, order and sizes of the parameters are those of `redsync_engine::models` where that knows the network.
+//! What must hold: paths, order and sizes of the parameters are names, order and sizes in `redsync_engine::models` where that knows the
+//! network.
 
-use super::blocks::{Builder, Feature, Head};
-use super::weights::Spec;
-use super::{Buffers, Pass};
+use super::Pass;
+use super::begin::Begin;
+use super::blocks::{AveragePool, Conv, Linear, MaxPool, Norm, subsample};
+use burn::module::Module;
+use burn::nn::Relu;
 use burn::tensor::Tensor;
+use burn::tensor::activation::relu;
 
 /// A network for images.
-#[derive(Clone, Debug)]
-pub struct Classifier {
-    /// Channels, height and width of an image.
-    pub shape: [usize; 3],
-    /// The number of classes.
-    pub classes: usize,
-    specs: Vec<Spec>,
-    buffers: Buffers,
-    features: Vec<Feature>,
-    head: Vec<Head>,
+#[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant)] // There is one of it.
+pub enum Classifier {
+    /// A VGG or AlexNet.
+    Sequence(Sequence),
+    /// A ResNet for small images.
+    ThreeStages(ThreeStages),
+    /// A ResNet for large images.
+    FourStages(FourStages),
 }
 
 impl Classifier {
-    /// The parameters, in forward order.
-    pub fn specs(&self) -> &[Spec] {
-        &self.specs
-    }
-
-    /// The running statistics beside them, as they begin.
-    pub fn buffers(&self) -> Buffers {
-        self.buffers.clone()
-    }
-
     /// The scores of each class for each image.
-    pub fn run(&self, pass: &mut Pass, images: Tensor<4>) -> Tensor<2> {
-        let x = self.features.iter().fold(images, |x, block| block.run(pass, x));
-        let x = x.flatten(1, 3);
-        self.head.iter().fold(x, |x, block| block.run(pass, x))
+    pub fn forward(&self, pass: &mut Pass, images: Tensor<4>) -> Tensor<2> {
+        match self {
+            Classifier::Sequence(net) => net.forward(pass, images),
+            Classifier::ThreeStages(net) => net.forward(pass, images),
+            Classifier::FourStages(net) => net.forward(pass, images),
+        }
     }
+}
 
-    fn from_parts(
-        shape: [usize; 3],
-        classes: usize,
-        build: Builder,
-        features: Vec<Feature>,
-        head: Vec<Head>,
-    ) -> Self {
-        Classifier { shape, classes, specs: build.specs, buffers: build.buffers, features, head }
+/// Layers one behind the other: on images first, on vectors then.
+#[derive(Module, Debug)]
+pub struct Sequence {
+    /// What works on images.
+    pub features: Vec<Feature>,
+    /// What works on vectors.
+    pub classifier: Full,
+}
+
+impl Sequence {
+    fn forward(&self, pass: &mut Pass, images: Tensor<4>) -> Tensor<2> {
+        let x = self.features.iter().fold(images, |x, layer| layer.forward(pass, x)).flatten(1, 3);
+        match &self.classifier {
+            Full::One(last) => last.forward(pass, x),
+            Full::Several(layers) => layers.iter().fold(x, |x, layer| layer.forward(pass, x)),
+        }
     }
+}
+
+/// A layer that takes and gives images.
+#[derive(Module, Debug)]
+#[allow(missing_docs)]
+pub enum Feature {
+    Conv(Conv),
+    Norm(Norm),
+    Relu(Relu),
+    MaxPool(MaxPool),
+    AveragePool(AveragePool),
+}
+
+impl Feature {
+    fn forward(&self, pass: &mut Pass, x: Tensor<4>) -> Tensor<4> {
+        match self {
+            Feature::Conv(conv) => conv.forward(pass, x),
+            Feature::Norm(norm) => norm.forward(pass, x),
+            Feature::Relu(_) => relu(x),
+            Feature::MaxPool(pool) => pool.forward(x),
+            Feature::AveragePool(pool) => pool.forward(x),
+        }
+    }
+}
+
+/// The fully connected layers behind all others.
+#[derive(Module, Debug)]
+pub enum Full {
+    /// The last one alone.
+    One(Linear),
+    /// With what stands before it.
+    Several(Vec<Head>),
+}
+
+/// A layer that takes and gives vectors.
+#[derive(Module, Debug)]
+#[allow(missing_docs)]
+pub enum Head {
+    Linear(Linear),
+    Relu(Relu),
+    Dropout(Dropout),
+}
+
+impl Head {
+    fn forward(&self, pass: &mut Pass, x: Tensor<2>) -> Tensor<2> {
+        match self {
+            Head::Linear(linear) => linear.forward(pass, x),
+            Head::Relu(_) => relu(x),
+            Head::Dropout(dropout) => pass.dropout(x, dropout.rate),
+        }
+    }
+}
+
+/// Dropout.
+#[derive(Module, Debug)]
+pub struct Dropout {
+    /// The share that is dropped.
+    pub rate: f32,
 }
 
 /// A VGG: groups of 3x3 convolutions, a pooling between them, fully connected layers behind all.
@@ -67,41 +129,123 @@ pub struct Vgg {
 
 impl Vgg {
     /// The network for images of this shape.
-    pub fn build(&self, [channels, height, width]: [usize; 3], classes: usize) -> Classifier {
-        let (mut build, mut features) = (Builder::default(), Vec::new());
+    pub fn build(&self, [channels, height, width]: [usize; 3], classes: usize, seed: u64) -> Classifier {
+        let (mut begin, mut features) = (Begin::new(seed), Vec::new());
         let (mut from, mut h, mut w) = (channels, height, width);
         for (number, group) in self.groups.iter().enumerate() {
             for to in group {
-                let here = format!("features.{}", features.len());
                 match self.norm {
                     true => {
-                        features.push(build.bare_conv(&here, [from, *to, 3], 1, 1));
-                        features.push(build.norm(&format!("features.{}", features.len()), *to));
+                        features.push(Feature::Conv(Conv::bare(&mut begin, [from, *to, 3], 1, 1)));
+                        features.push(Feature::Norm(Norm::new(&mut begin, *to)));
                     }
-                    false => features.push(build.conv(&here, [from, *to, 3], 1, 1)),
+                    false => features.push(Feature::Conv(Conv::new(&mut begin, [from, *to, 3], 1, 1))),
                 }
-                features.push(Feature::Relu);
+                features.push(Feature::Relu(Relu::new()));
                 from = *to;
             }
             if number + 1 < self.groups.len() || self.last_pooling {
-                features.push(Feature::MaxPool { window: 2, stride: 2, padding: 0 });
+                features.push(Feature::MaxPool(MaxPool { window: 2, stride: 2, padding: 0 }));
                 (h, w) = (h / 2, w / 2);
             }
         }
         if let Some(side) = self.side {
-            features.push(Feature::AveragePool(side));
+            features.push(Feature::AveragePool(AveragePool { side }));
             (h, w) = (side, side);
         }
         let (mut head, mut length) = (Vec::new(), from * h * w);
         for to in &self.dense {
-            head.push(build.linear(&format!("classifier.{}", head.len()), length, *to));
-            head.extend([Head::Relu, Head::Dropout(self.dropout)]);
+            head.push(Head::Linear(Linear::new(&mut begin, length, *to)));
+            head.extend([Head::Relu(Relu::new()), Head::Dropout(Dropout { rate: self.dropout })]);
             length = *to;
         }
-        let last = if head.is_empty() { "classifier".into() } else { format!("classifier.{}", head.len()) };
-        head.push(build.output(&last, length, classes));
-        Classifier::from_parts([channels, height, width], classes, build, features, head)
+        let last = Linear::output(&mut begin, length, classes);
+        let classifier = match head.is_empty() {
+            true => Full::One(last),
+            false => {
+                head.push(Head::Linear(last));
+                Full::Several(head)
+            }
+        };
+        Classifier::Sequence(Sequence { features, classifier })
     }
+}
+
+/// What some convolutions make of the input, plus the input or what the shortcut makes of it, rectified.
+#[derive(Module, Debug)]
+#[allow(missing_docs)]
+pub struct Block {
+    pub conv1: Conv,
+    pub bn1: Norm,
+    pub conv2: Conv,
+    pub bn2: Norm,
+    /// Of a bottleneck.
+    pub conv3: Option<Conv>,
+    pub bn3: Option<Norm>,
+    /// The shortcut, where the input is of another shape; without one, every second point is taken.
+    pub downsample: Vec<Feature>,
+}
+
+impl Block {
+    /// Two 3x3 convolutions.
+    fn two(begin: &mut Begin, from: usize, to: usize) -> Self {
+        let stride = if from == to { 1 } else { 2 };
+        Block {
+            conv1: Conv::bare(begin, [from, to, 3], stride, 1),
+            bn1: Norm::new(begin, to),
+            conv2: Conv::bare(begin, [to, to, 3], 1, 1),
+            bn2: Norm::new(begin, to),
+            conv3: None,
+            bn3: None,
+            downsample: Vec::new(),
+        }
+    }
+
+    /// A 3x3 convolution between two 1x1 convolutions, from and to more channels.
+    fn bottleneck(begin: &mut Begin, from: usize, width: usize, stride: usize) -> Self {
+        let to = 4 * width;
+        let block = Block {
+            conv1: Conv::bare(begin, [from, width, 1], 1, 0),
+            bn1: Norm::new(begin, width),
+            conv2: Conv::bare(begin, [width, width, 3], stride, 1),
+            bn2: Norm::new(begin, width),
+            conv3: Some(Conv::bare(begin, [width, to, 1], 1, 0)),
+            bn3: Some(Norm::new(begin, to)),
+            downsample: Vec::new(),
+        };
+        if from == to {
+            return block;
+        }
+        let project = Conv::bare(begin, [from, to, 1], stride, 0);
+        let downsample = vec![Feature::Conv(project), Feature::Norm(Norm::new(begin, to))];
+        Block { downsample, ..block }
+    }
+
+    fn forward(&self, pass: &mut Pass, x: Tensor<4>) -> Tensor<4> {
+        let ([_, from, ..], [to, ..]) = (x.dims(), self.conv2.weight.dims());
+        let short = match self.conv3.is_none() && from != to {
+            true => subsample(x.clone(), to),
+            false => self.downsample.iter().fold(x.clone(), |x, layer| layer.forward(pass, x)),
+        };
+        let x = self.conv1.forward(pass, x);
+        let x = relu(self.bn1.forward(pass, x));
+        let x = self.conv2.forward(pass, x);
+        let x = self.bn2.forward(pass, x);
+        let x = match (&self.conv3, &self.bn3) {
+            (Some(conv3), Some(bn3)) => {
+                let x = conv3.forward(pass, relu(x));
+                bn3.forward(pass, x)
+            }
+            _ => x,
+        };
+        relu(x + short)
+    }
+}
+
+/// Images through all blocks of some stages, and the mean of what comes out of each channel.
+fn through(stages: &[&[Block]], pass: &mut Pass, x: Tensor<4>) -> Tensor<2> {
+    let x = stages.iter().copied().flatten().fold(x, |x, block| block.forward(pass, x));
+    AveragePool { side: 1 }.forward(x).flatten(1, 3)
 }
 
 /// A ResNet for small images: three stages of blocks of two convolutions.
@@ -111,101 +255,118 @@ pub struct SmallResNet {
     pub blocks: usize,
 }
 
+/// The network of a [`SmallResNet`].
+#[derive(Module, Debug)]
+#[allow(missing_docs)]
+pub struct ThreeStages {
+    pub conv1: Conv,
+    pub bn1: Norm,
+    pub layer1: Vec<Block>,
+    pub layer2: Vec<Block>,
+    pub layer3: Vec<Block>,
+    pub linear: Linear,
+}
+
 impl SmallResNet {
     /// The network for images of this shape.
-    pub fn build(&self, shape: [usize; 3], classes: usize) -> Classifier {
-        let mut build = Builder::default();
-        let mut features =
-            vec![build.bare_conv("conv1", [shape[0], 16, 3], 1, 1), build.norm("bn1", 16), Feature::Relu];
-        let mut from = 16;
-        for (stage, to) in (1..).zip([16, 32, 64]) {
-            for block in 0..self.blocks {
-                let at = |module: &str| format!("layer{stage}.{block}.{module}");
-                let stride = if from == to { 1 } else { 2 };
-                let body = vec![
-                    build.bare_conv(&at("conv1"), [from, to, 3], stride, 1),
-                    build.norm(&at("bn1"), to),
-                    Feature::Relu,
-                    build.bare_conv(&at("conv2"), [to, to, 3], 1, 1),
-                    build.norm(&at("bn2"), to),
-                ];
-                let shortcut = if from == to { vec![] } else { vec![Feature::Subsample { channels: to }] };
-                features.push(Feature::Residual { body, shortcut });
-                from = to;
-            }
-        }
-        features.push(Feature::AveragePool(1));
-        let head = vec![build.output("linear", 64, classes)];
-        Classifier::from_parts(shape, classes, build, features, head)
+    pub fn build(&self, shape: [usize; 3], classes: usize, seed: u64) -> Classifier {
+        let mut begin = Begin::new(seed);
+        let conv1 = Conv::bare(&mut begin, [shape[0], 16, 3], 1, 1);
+        let bn1 = Norm::new(&mut begin, 16);
+        let mut stage = |from: usize, to: usize| -> Vec<Block> {
+            let block = |number| Block::two(&mut begin, if number == 0 { from } else { to }, to);
+            (0..self.blocks).map(block).collect()
+        };
+        let [layer1, layer2, layer3] = [(16, 16), (16, 32), (32, 64)].map(|(from, to)| stage(from, to));
+        let linear = Linear::output(&mut begin, 64, classes);
+        Classifier::ThreeStages(ThreeStages { conv1, bn1, layer1, layer2, layer3, linear })
     }
 }
 
-/// ResNet50 for images of about 224x224: four stages of bottleneck blocks.
-pub(super) fn resnet50(shape: [usize; 3], classes: usize) -> Classifier {
-    let mut build = Builder::default();
-    let mut features =
-        vec![build.bare_conv("conv1", [shape[0], 64, 7], 2, 3), build.norm("bn1", 64), Feature::Relu];
-    features.push(Feature::MaxPool { window: 3, stride: 2, padding: 1 });
-    let mut from = 64;
-    for (stage, (width, blocks)) in (1..).zip([(64, 3), (128, 4), (256, 6), (512, 3)]) {
-        let to = 4 * width;
-        for block in 0..blocks {
-            let at = |module: &str| format!("layer{stage}.{block}.{module}");
-            let stride = if stage > 1 && block == 0 { 2 } else { 1 };
-            let body = vec![
-                build.bare_conv(&at("conv1"), [from, width, 1], 1, 0),
-                build.norm(&at("bn1"), width),
-                Feature::Relu,
-                build.bare_conv(&at("conv2"), [width, width, 3], stride, 1),
-                build.norm(&at("bn2"), width),
-                Feature::Relu,
-                build.bare_conv(&at("conv3"), [width, to, 1], 1, 0),
-                build.norm(&at("bn3"), to),
-            ];
-            let shortcut = match from == to {
-                true => vec![],
-                false => {
-                    let project = build.bare_conv(&at("downsample.0"), [from, to, 1], stride, 0);
-                    vec![project, build.norm(&at("downsample.1"), to)]
-                }
-            };
-            features.push(Feature::Residual { body, shortcut });
-            from = to;
-        }
+impl ThreeStages {
+    fn forward(&self, pass: &mut Pass, images: Tensor<4>) -> Tensor<2> {
+        let x = self.conv1.forward(pass, images);
+        let x = relu(self.bn1.forward(pass, x));
+        let x = through(&[&self.layer1, &self.layer2, &self.layer3], pass, x);
+        self.linear.forward(pass, x)
     }
-    features.push(Feature::AveragePool(1));
-    let head = vec![build.output("fc", from, classes)];
-    Classifier::from_parts(shape, classes, build, features, head)
+}
+
+/// ResNet50: four stages of bottleneck blocks behind a pooling.
+#[derive(Module, Debug)]
+#[allow(missing_docs)]
+pub struct FourStages {
+    pub conv1: Conv,
+    pub bn1: Norm,
+    pub pool: MaxPool,
+    pub layer1: Vec<Block>,
+    pub layer2: Vec<Block>,
+    pub layer3: Vec<Block>,
+    pub layer4: Vec<Block>,
+    pub fc: Linear,
+}
+
+impl FourStages {
+    fn forward(&self, pass: &mut Pass, images: Tensor<4>) -> Tensor<2> {
+        let x = self.conv1.forward(pass, images);
+        let x = self.pool.forward(relu(self.bn1.forward(pass, x)));
+        let x = through(&[&self.layer1, &self.layer2, &self.layer3, &self.layer4], pass, x);
+        self.fc.forward(pass, x)
+    }
+}
+
+/// ResNet50 for images of about 224x224.
+pub(super) fn resnet50(shape: [usize; 3], classes: usize, seed: u64) -> Classifier {
+    let mut begin = Begin::new(seed);
+    let conv1 = Conv::bare(&mut begin, [shape[0], 64, 7], 2, 3);
+    let bn1 = Norm::new(&mut begin, 64);
+    let mut stage = |from: usize, width: usize, blocks: usize, stride: usize| -> Vec<Block> {
+        let block = |number| match number {
+            0 => Block::bottleneck(&mut begin, from, width, stride),
+            _ => Block::bottleneck(&mut begin, 4 * width, width, 1),
+        };
+        (0..blocks).map(block).collect()
+    };
+    let layer1 = stage(64, 64, 3, 1);
+    let layer2 = stage(256, 128, 4, 2);
+    let layer3 = stage(512, 256, 6, 2);
+    let layer4 = stage(1024, 512, 3, 2);
+    let fc = Linear::output(&mut begin, 2048, classes);
+    let pool = MaxPool { window: 3, stride: 2, padding: 1 };
+    Classifier::FourStages(FourStages { conv1, bn1, pool, layer1, layer2, layer3, layer4, fc })
 }
 
 /// AlexNet for images of about 224x224.
-pub(super) fn alexnet(shape: [usize; 3], classes: usize) -> Classifier {
-    let mut build = Builder::default();
-    let pool = || Feature::MaxPool { window: 3, stride: 2, padding: 0 };
+pub(super) fn alexnet(shape: [usize; 3], classes: usize, seed: u64) -> Classifier {
+    let mut begin = Begin::new(seed);
+    let mut conv = |shape, stride, padding| Feature::Conv(Conv::new(&mut begin, shape, stride, padding));
+    let pool = || Feature::MaxPool(MaxPool { window: 3, stride: 2, padding: 0 });
+    let rectify = || Feature::Relu(Relu::new());
     let features = vec![
-        build.conv("features.0", [shape[0], 64, 11], 4, 2),
-        Feature::Relu,
+        conv([shape[0], 64, 11], 4, 2),
+        rectify(),
         pool(),
-        build.conv("features.3", [64, 192, 5], 1, 2),
-        Feature::Relu,
+        conv([64, 192, 5], 1, 2),
+        rectify(),
         pool(),
-        build.conv("features.6", [192, 384, 3], 1, 1),
-        Feature::Relu,
-        build.conv("features.8", [384, 256, 3], 1, 1),
-        Feature::Relu,
-        build.conv("features.10", [256, 256, 3], 1, 1),
-        Feature::Relu,
+        conv([192, 384, 3], 1, 1),
+        rectify(),
+        conv([384, 256, 3], 1, 1),
+        rectify(),
+        conv([256, 256, 3], 1, 1),
+        rectify(),
         pool(),
-        Feature::AveragePool(6),
+        Feature::AveragePool(AveragePool { side: 6 }),
     ];
-    let head = vec![
-        Head::Dropout(0.5),
-        build.linear("classifier.1", 256 * 6 * 6, 4096),
-        Head::Relu,
-        Head::Dropout(0.5),
-        build.linear("classifier.4", 4096, 4096),
-        Head::Relu,
-        build.output("classifier.6", 4096, classes),
-    ];
-    Classifier::from_parts(shape, classes, build, features, head)
+    let drop = || Head::Dropout(Dropout { rate: 0.5 });
+    let classifier = Full::Several(vec![
+        drop(),
+        Head::Linear(Linear::new(&mut begin, 256 * 6 * 6, 4096)),
+        Head::Relu(Relu::new()),
+        drop(),
+        Head::Linear(Linear::new(&mut begin, 4096, 4096)),
+        Head::Relu(Relu::new()),
+        Head::Linear(Linear::output(&mut begin, 4096, classes)),
+    ]);
+    Classifier::Sequence(Sequence { features, classifier })
 }

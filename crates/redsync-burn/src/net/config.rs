@@ -125,11 +125,11 @@ impl Architecture {
         })
     }
 
-    /// The network for the data.
-    pub fn build(&self, name: &str, input: Input) -> Result<Net, UnknownModel> {
+    /// The network for the data, as a seed begins it; errors call it by the name.
+    pub fn build(&self, name: &str, input: Input, seed: u64) -> Result<Net, UnknownModel> {
         match input {
-            Input::Words { vocabulary } => self.language(name, vocabulary).map(Net::Words),
-            Input::Images { shape, classes } => self.classifier(name, shape, classes).map(Net::Images),
+            Input::Words { vocabulary } => self.language(name, vocabulary, seed).map(Net::Words),
+            Input::Images { shape, classes } => self.classifier(name, shape, classes, seed).map(Net::Images),
         }
     }
 
@@ -139,10 +139,10 @@ impl Architecture {
     }
 
     /// The network for words, if it is one.
-    pub fn language(&self, name: &str, vocabulary: usize) -> Result<Language, UnknownModel> {
+    pub fn language(&self, name: &str, vocabulary: usize, seed: u64) -> Result<Language, UnknownModel> {
         match self {
-            Architecture::Lstm(lstm) => Ok(lstm.build(vocabulary)),
-            Architecture::Gpt(gpt) => Ok(gpt.build(vocabulary)),
+            Architecture::Lstm(lstm) => Ok(lstm.build(vocabulary, seed)),
+            Architecture::Gpt(gpt) => Ok(gpt.build(vocabulary, seed)),
             _ => Err(UnknownModel::Data { model: name.into(), takes: "images", data: "words" }),
         }
     }
@@ -153,6 +153,7 @@ impl Architecture {
         name: &str,
         shape: [usize; 3],
         classes: usize,
+        seed: u64,
     ) -> Result<Classifier, UnknownModel> {
         let [_, height, width] = shape;
         let least = self.least_side();
@@ -160,10 +161,10 @@ impl Architecture {
             return Err(UnknownModel::Small { model: name.into(), least, height, width });
         }
         match self {
-            Architecture::Vgg(vgg) => Ok(vgg.build(shape, classes)),
-            Architecture::SmallResNet(resnet) => Ok(resnet.build(shape, classes)),
-            Architecture::ResNet50 => Ok(resnet50(shape, classes)),
-            Architecture::AlexNet => Ok(alexnet(shape, classes)),
+            Architecture::Vgg(vgg) => Ok(vgg.build(shape, classes, seed)),
+            Architecture::SmallResNet(resnet) => Ok(resnet.build(shape, classes, seed)),
+            Architecture::ResNet50 => Ok(resnet50(shape, classes, seed)),
+            Architecture::AlexNet => Ok(alexnet(shape, classes, seed)),
             Architecture::Lstm(_) | Architecture::Gpt(_) => {
                 Err(UnknownModel::Data { model: name.into(), takes: "words", data: "images" })
             }

@@ -3,12 +3,13 @@
 //! What must hold: the state of an LSTM goes from one window of the text to the next, its gradients do not.
 
 use super::Pass;
-use super::transformer::Gpt;
-use super::weights::{Init, Spec};
+use super::begin::{Begin, Init};
+use super::transformer::GptNet;
+use crate::flex::{tensor, untracked};
 use crate::ops::decode::{decode, embed};
 use crate::ops::lstm::{Parameters, lstm};
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
-use redsync_engine::Kind;
 
 /// Layers of LSTM whose embedding is also the matrix of the scores.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,102 +28,128 @@ pub struct Lstm {
 pub type State = Vec<(Vec<f32>, Vec<f32>)>;
 
 /// A language model.
-#[derive(Clone, Debug)]
-pub struct Language {
-    /// The number of different words.
-    pub vocabulary: usize,
-    specs: Vec<Spec>,
-    shape: Shape,
+#[derive(Module, Debug)]
+#[allow(missing_docs)]
+pub enum Language {
+    Lstm(LstmNet),
+    Gpt(GptNet),
 }
 
-#[derive(Clone, Debug)]
-enum Shape {
-    Lstm(Lstm),
-    Gpt(Gpt),
+/// The network of an [`Lstm`].
+#[derive(Module, Debug)]
+pub struct LstmNet {
+    /// The words, and the matrix of the scores.
+    pub encoder: Embedding,
+    /// The layers.
+    pub rnn: Vec<LstmLayer>,
+    /// What is added to the scores.
+    pub decoder: Offset,
+    /// Dropout between layers, and before and behind all.
+    pub dropout: f32,
 }
 
-impl Gpt {
-    /// The network for a vocabulary.
-    pub fn build(&self, vocabulary: usize) -> Language {
-        Language { vocabulary, specs: self.specs(vocabulary), shape: Shape::Gpt(self.clone()) }
+/// A row for each word, `[words, width]`.
+#[derive(Module, Debug)]
+#[allow(missing_docs)]
+pub struct Embedding {
+    pub weight: Param<Tensor<2>>,
+}
+
+/// A layer of LSTM, with its gates as PyTorch has them.
+#[derive(Module, Debug)]
+#[allow(missing_docs)]
+pub struct LstmLayer {
+    pub weight_ih: Param<Tensor<2>>,
+    pub weight_hh: Param<Tensor<2>>,
+    pub bias_ih: Param<Tensor<1>>,
+    pub bias_hh: Param<Tensor<1>>,
+}
+
+/// A number for each word.
+#[derive(Module, Debug)]
+#[allow(missing_docs)]
+pub struct Offset {
+    pub bias: Param<Tensor<1>>,
+}
+
+impl Embedding {
+    /// The table, watched if the pass is. It has no input on the tape; any tensor without a history has the same depth.
+    pub(super) fn table(&self, pass: &Pass) -> Tensor<2> {
+        pass.layer(self, &untracked::<1>(tensor(vec![0.0], &[1]))).weight.val()
     }
 }
 
 impl Lstm {
-    /// The network for a vocabulary. Names and order are those of `redsync_engine::models`.
-    pub fn build(&self, vocabulary: usize) -> Language {
+    /// The network for a vocabulary.
+    pub fn build(&self, vocabulary: usize, seed: u64) -> Language {
         let (units, gates, init) = (self.units, 4 * self.units, Init::Uniform(self.begin));
-        let mut specs = vec![Spec::new("encoder.weight", &[vocabulary, units], Kind::Output, init)];
-        for depth in 0..self.layers {
-            let name = |part: &str| format!("rnn.{part}_l{depth}");
-            specs.extend([
-                Spec::new(name("weight_ih"), &[gates, units], Kind::Weight, init),
-                Spec::new(name("weight_hh"), &[gates, units], Kind::Weight, init),
-                Spec::new(name("bias_ih"), &[gates], Kind::BiasOrNorm, init),
-                Spec::new(name("bias_hh"), &[gates], Kind::BiasOrNorm, init),
-            ]);
-        }
-        specs.push(Spec::new("decoder.bias", &[vocabulary], Kind::BiasOrNorm, Init::Constant(0.0)));
-        Language { vocabulary, specs, shape: Shape::Lstm(self.clone()) }
+        let mut begin = Begin::new(seed);
+        let encoder = Embedding { weight: begin.next([vocabulary, units], init) };
+        let mut layer = || LstmLayer {
+            weight_ih: begin.next([gates, units], init),
+            weight_hh: begin.next([gates, units], init),
+            bias_ih: begin.next([gates], init),
+            bias_hh: begin.next([gates], init),
+        };
+        let rnn = (0..self.layers).map(|_| layer()).collect();
+        let decoder = Offset { bias: begin.next([vocabulary], Init::Constant(0.0)) };
+        Language::Lstm(LstmNet { encoder, rnn, decoder, dropout: self.dropout })
     }
 }
 
 impl Language {
-    /// The parameters, in forward order.
-    pub fn specs(&self) -> &[Spec] {
-        &self.specs
-    }
-
     /// The longest window that it can take, if there is one.
     pub fn longest_window(&self) -> Option<usize> {
-        match &self.shape {
-            Shape::Lstm(_) => None,
-            Shape::Gpt(gpt) => Some(gpt.context),
+        match self {
+            Language::Lstm(_) => None,
+            Language::Gpt(gpt) => Some(gpt.context()),
         }
     }
 
     /// The state before the first word; a transformer has none.
     pub fn blank(&self, batch: usize) -> State {
-        match &self.shape {
-            Shape::Lstm(lstm) => {
-                let zeros = || vec![0.0; batch * lstm.units];
-                (0..lstm.layers).map(|_| (zeros(), zeros())).collect()
+        match self {
+            Language::Lstm(lstm) => {
+                let [_, units] = lstm.encoder.weight.lazy_shape().dims();
+                let zeros = || vec![0.0; batch * units];
+                lstm.rnn.iter().map(|_| (zeros(), zeros())).collect()
             }
-            Shape::Gpt(_) => State::new(),
+            Language::Gpt(_) => State::new(),
         }
     }
 
     /// The scores of the word behind each of these, `[words, vocabulary]`; the words stand time by time, `[time, batch]`.
-    pub fn run(&self, pass: &mut Pass, words: &[u32], batch: usize, state: &mut State) -> Tensor<2> {
-        match &self.shape {
-            Shape::Lstm(lstm) => lstm.run(pass, words, batch, state),
-            Shape::Gpt(gpt) => gpt.run(pass, words, batch, self.vocabulary),
+    ///
+    /// # Panics
+    /// If the window is longer than the network can take.
+    pub fn forward(&self, pass: &mut Pass, words: &[u32], batch: usize, state: &mut State) -> Tensor<2> {
+        match self {
+            Language::Lstm(lstm) => lstm.forward(pass, words, batch, state),
+            Language::Gpt(gpt) => gpt.forward(pass, words, batch),
         }
     }
 }
 
-impl Lstm {
-    fn run(&self, pass: &mut Pass, words: &[u32], batch: usize, state: &mut State) -> Tensor<2> {
-        let Lstm { units, layers, dropout: rate, .. } = *self;
-        // The embedding has no input on the tape; any tensor without a history has the same depth.
-        let encoder: Tensor<2> =
-            pass.weight(0, &crate::flex::untracked::<1>(crate::flex::tensor(vec![0.0], &[1])));
-        let x = pass.dropout(embed(words, encoder.clone()), rate);
+impl LstmNet {
+    fn forward(&self, pass: &mut Pass, words: &[u32], batch: usize, state: &mut State) -> Tensor<2> {
+        let table = self.encoder.table(pass);
+        let [_, units] = table.dims();
+        let x = pass.dropout(embed(words, table.clone()), self.dropout);
         let mut x = x.reshape([words.len() / batch, batch, units]);
-        for (depth, state) in (0..layers).zip(state) {
-            let first = 1 + 4 * depth;
+        for (layer, state) in self.rnn.iter().zip(state) {
+            let layer = pass.layer(layer, &x);
             let parameters = Parameters {
-                weight_ih: pass.weight(first, &x),
-                weight_hh: pass.weight(first + 1, &x),
-                bias_ih: pass.weight(first + 2, &x),
-                bias_hh: pass.weight(first + 3, &x),
+                weight_ih: layer.weight_ih.val(),
+                weight_hh: layer.weight_hh.val(),
+                bias_ih: layer.bias_ih.val(),
+                bias_hh: layer.bias_hh.val(),
             };
             let (y, last) = lstm(x, parameters, std::mem::take(state));
             *state = last;
-            x = pass.dropout(y, rate);
+            x = pass.dropout(y, self.dropout);
         }
         let x = x.reshape([words.len(), units]);
-        let bias = pass.weight(1 + 4 * layers, &x);
-        decode(x, encoder, bias)
+        let bias = pass.layer(&self.decoder, &x).bias.val();
+        decode(x, table, bias)
     }
 }

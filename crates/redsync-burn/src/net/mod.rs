@@ -1,28 +1,55 @@
-//! Networks: parameters by name and number, and the pass that carries an input through them.
-//! What must hold: parameter numbers are those of the synchronizer's layers; every weight a pass uses is watched when it trains.
+//! Networks: Burn modules with our operations inside, by name and for the data, and the pass that carries an input through them.
+//! What must hold: parameters are met in the order of the layers of `redsync_engine::models`; every parameter that a pass uses is watched
+//! when the pass is.
+//!
+//! They are used as any module of Burn:
+//!
+//! ```
+//! use burn::module::Module;
+//! use burn::optim::{GradientsParams, SgdConfig};
+//! use burn::tensor::{Device, Distribution, Tensor};
+//! use redsync_burn::net::{Architecture, Pass};
+//! use redsync_burn::ops::loss::cross_entropy;
+//!
+//! let mut net = Architecture::named("digits-cnn")?.classifier("digits-cnn", [1, 8, 8], 10, 1)?;
+//! let mut optimizer = SgdConfig::new().init();
+//! let images = Tensor::<4>::random([4, 1, 8, 8], Distribution::Default, &Device::flex().autodiff());
+//! for step in 0..2 {
+//!     let (loss, _) = cross_entropy(net.forward(&mut Pass::training(step), images.clone()), &[3, 1, 4, 1]);
+//!     let gradients = GradientsParams::from_grads(loss.backward(), &net);
+//!     net = optimizer.step(0.02, net, gradients);
+//! }
+//! let scores = net.valid().forward(&mut Pass::judging(), images.inner());
+//! assert_eq!(scores.dims(), [4, 10]);
+//! # Ok::<(), redsync_burn::net::UnknownModel>(())
+//! ```
+//!
+//! They work on Burn's CPU backend, and a forward pass of tensors that are elsewhere panics. Several ranks train one with
+//! [`Distributed`](crate::Distributed), which [`Net::layer`] tells what the layers are called.
 
+mod begin;
 mod blocks;
 mod classifier;
 mod config;
 mod language;
+mod pass;
 mod transformer;
-mod weights;
 
-pub use blocks::{Feature, Head};
-pub use classifier::{Classifier, SmallResNet, Vgg};
+pub use blocks::{AveragePool, Conv, Linear, MaxPool, Norm};
+pub use classifier::{
+    Block, Classifier, Dropout, Feature, FourStages, Full, Head, Sequence, SmallResNet, ThreeStages, Vgg,
+};
 pub use config::{Architecture, Input, NAMES, UnknownModel};
-pub use language::{Language, Lstm, State};
-pub use transformer::Gpt;
-pub use weights::{Init, Spec, Weights};
+pub use language::{Embedding, Language, Lstm, LstmLayer, LstmNet, Offset, State};
+pub use pass::Pass;
+pub use transformer::{Attention, Gpt, GptBlock, GptNet, LayerNorm, Projection, Wide};
 
-use crate::flex::{Taped, Tracked, tensor, untracked};
-use crate::hook::{OnGradient, watch};
-use burn::tensor::Tensor;
-use rand::{RngExt, SeedableRng};
-use rand_xoshiro::Xoshiro256PlusPlus;
+use burn::module::Module;
+use redsync_engine::{Kind, Layer};
 
 /// A network: what goes in and how it gets through.
-#[derive(Clone, Debug)]
+#[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant)] // There is one of it.
 pub enum Net {
     /// Images in, classes out.
     Images(Classifier),
@@ -31,97 +58,18 @@ pub enum Net {
 }
 
 impl Net {
-    /// The parameters, in forward order.
-    pub fn specs(&self) -> &[Spec] {
-        match self {
-            Net::Images(net) => net.specs(),
-            Net::Words(net) => net.specs(),
-        }
-    }
-
-    /// The running statistics it keeps beside its parameters, as they begin.
-    pub fn buffers(&self) -> Buffers {
-        match self {
-            Net::Images(net) => net.buffers(),
-            Net::Words(_) => Buffers::default(),
-        }
-    }
-
-    /// The number of its parameters.
-    pub fn parameters(&self) -> usize {
-        self.specs().iter().map(|spec| spec.layer.size).sum()
-    }
-}
-
-/// Running means and variances of the batch norms: local to a rank, averaged where ranks must agree.
-pub type Buffers = Vec<Vec<f32>>;
-
-/// What is done with an input.
-pub enum Purpose {
-    /// Gradients go to the function; the number makes this pass's random choices its own.
-    Train {
-        /// What gets the gradients.
-        on_gradient: OnGradient,
-        /// Seeds dropout.
-        random: u64,
-    },
-    /// Running statistics instead of the batch's, no dropout, no gradients.
-    Judge,
-}
-
-/// One walk of an input through a network.
-pub struct Pass<'a> {
-    weights: &'a Weights,
-    buffers: &'a mut Buffers,
-    purpose: Purpose,
-    /// Dropouts so far: each has its own random numbers.
-    dropouts: u64,
-}
-
-impl<'a> Pass<'a> {
-    /// A pass with these weights.
-    pub fn new(weights: &'a Weights, buffers: &'a mut Buffers, purpose: Purpose) -> Self {
-        Pass { weights, buffers, purpose, dropouts: 0 }
-    }
-
-    /// A weight, watched if this pass trains; `input` is what the layer gets.
-    pub fn weight<const D: usize, const E: usize>(&self, number: usize, input: &Tensor<E>) -> Tensor<D> {
-        let value = self.weights.tensor(number);
-        match &self.purpose {
-            Purpose::Judge => untracked(value),
-            Purpose::Train { on_gradient, .. } => {
-                let leaf = Tensor::from_primitive::<Taped>(Tracked::new(value).require_grad());
-                watch(leaf, input, number, on_gradient.clone()).expect("all tensors are made on one device")
-            }
-        }
-    }
-
-    /// The running statistics with this number, to read or, when training, to move on.
-    pub fn buffer(&mut self, number: usize) -> &mut Vec<f32> {
-        &mut self.buffers[number]
-    }
-
-    /// Whether this pass trains.
-    pub fn trains(&self) -> bool {
-        matches!(self.purpose, Purpose::Train { .. })
-    }
-
-    /// Drops elements at a rate and scales the rest up; nothing when judging.
-    pub fn dropout<const D: usize>(&mut self, x: Tensor<D>, rate: f32) -> Tensor<D> {
-        let Purpose::Train { random, .. } = self.purpose else { return x };
-        if rate <= 0.0 {
-            return x;
-        }
-        self.dropouts += 1;
-        let mut random =
-            Xoshiro256PlusPlus::seed_from_u64(random ^ self.dropouts.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        let (dims, keep) = (x.dims(), 1.0 / (1.0 - rate));
-        let limit = (f64::from(rate) * 2f64.powi(32)) as u32;
-        let mut mask = Vec::with_capacity(dims.iter().product());
-        mask.extend(
-            (0..dims.iter().product::<usize>())
-                .map(|_| if random.random::<u32>() < limit { 0.0 } else { keep }),
-        );
-        x * untracked(tensor(mask, &dims))
+    /// A layer of a network of this module, or of a part of it such as [`Classifier`], by the name and kind that it has in
+    /// `redsync_engine::models`: for [`Setup::layers`](crate::Setup::layers). The embedding of a language model is its output, since it is
+    /// also the matrix of the scores.
+    pub fn layer(layer: Layer) -> Layer {
+        // Variants of enums stand in a path, too.
+        let fields = layer.name.split('.').filter(|part| !part.starts_with(char::is_uppercase));
+        let fields: Vec<&str> = fields.collect();
+        let (name, kind) = match fields[..] {
+            ["rnn", depth, part] => (format!("rnn.{part}_l{depth}"), layer.kind),
+            ["encoder" | "wte", "weight"] => (fields.join("."), Kind::Output),
+            _ => (fields.join("."), layer.kind),
+        };
+        Layer { name, kind, ..layer }
     }
 }

@@ -5,7 +5,7 @@
 
 use super::activation::{exp, wide};
 use super::gemm::{Matrix, MatrixMut, Threads, gemm, sharing_pays};
-use crate::flex::{Inner, Keep, Taped, contiguous, tape, tensor, values};
+use crate::flex::{Inner, Keep, contiguous, given, tape, tensor, values};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -68,6 +68,7 @@ pub fn attention(qkv: Tensor<2>, streams: usize, heads: usize) -> Tensor<2> {
     assert!(streams > 0 && heads > 0 && rows.is_multiple_of(streams), "rows of whole streams");
     assert!(columns.is_multiple_of(3 * heads) && columns > 0, "three parts of so many heads");
     let sizes = Sizes { time: rows / streams, streams, heads, width: columns / 3 / heads };
+    let taped = qkv.is_autodiff();
     let (qkv, node) = tape(qkv).into_parts();
     let qkv = contiguous(qkv);
     let of = |which: usize, (stream, head): (usize, usize)| {
@@ -90,13 +91,14 @@ pub fn attention(qkv: Tensor<2>, streams: usize, heads: usize) -> Tensor<2> {
     }
     let out = tensor(out, &[rows, sizes.row()]);
     let prepared = Attention.prepare::<Keep>([node]).compute_bound().stateful();
-    Tensor::from_primitive::<Taped>(match prepared {
+    let out = match prepared {
         OpsKind::Tracked(node) => {
             let weights = gathered.into_iter().map(|(_, weights)| weights).collect();
             node.finish(Attended { sizes, qkv, weights }, out)
         }
         OpsKind::UnTracked(node) => node.finish(out),
-    })
+    };
+    given(out, taped)
 }
 
 /// The softmax of the first `seen` numbers of a row; nothing is left of the others.

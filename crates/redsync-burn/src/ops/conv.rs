@@ -4,7 +4,7 @@
 //! What must hold: the bits of all results depend on the shapes alone, not on the number of threads.
 
 use super::gemm::{Matrix, MatrixMut, Threads, gemm, sharing_pays};
-use crate::flex::{Inner, Keep, Taped, contiguous, shape, tape, tensor, values};
+use crate::flex::{Inner, Keep, beside, contiguous, given, shape, tape, tensor, values};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -30,17 +30,19 @@ pub fn conv(
     padding: usize,
 ) -> Tensor<4> {
     let geometry = Geometry::new(x.dims(), weight.dims(), stride, padding);
-    let bias = bias.unwrap_or_else(|| crate::flex::untracked(tensor(vec![0.0; geometry.to], &[geometry.to])));
+    let bias = bias.unwrap_or_else(|| beside(&weight, vec![0.0; geometry.to], [geometry.to]));
     assert_eq!(bias.dims(), [geometry.to], "one bias for each filter");
+    let taped = x.is_autodiff() || weight.is_autodiff() || bias.is_autodiff();
     let ((x, x_node), (weight, weight_node)) = (tape(x).into_parts(), tape(weight).into_parts());
     let (bias, bias_node) = tape(bias).into_parts();
     let (x, weight, bias) = (contiguous(x), contiguous(weight), contiguous(bias));
     let out = tensor(geometry.forward(values(&x), values(&weight), values(&bias)), &geometry.out_shape());
     let prepared = Conv.prepare::<Keep>([x_node, weight_node, bias_node]).compute_bound().stateful();
-    Tensor::from_primitive::<Taped>(match prepared {
+    let out = match prepared {
         OpsKind::Tracked(node) => node.finish(Convolved { x, weight, geometry }, out),
         OpsKind::UnTracked(node) => node.finish(out),
-    })
+    };
+    given(out, taped)
 }
 
 #[derive(Debug)]

@@ -2,7 +2,7 @@
 //! all words. What must hold: the gradient of the table leaves row by row, as the table is, without a transposed copy.
 
 use super::gemm::{Matrix, MatrixMut, Threads, gemm, sharing_pays};
-use crate::flex::{Inner, Keep, Taped, Tracked, contiguous, shape, tape, tensor, values};
+use crate::flex::{Inner, Keep, Tracked, contiguous, given, shape, tape, tensor, values};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -19,6 +19,7 @@ pub fn decode(h: Tensor<2>, embedding: Tensor<2>, bias: Tensor<1>) -> Tensor<2> 
     let [words, width] = embedding.dims();
     assert_eq!(hidden, width, "width of the hidden state and of the embedding");
     assert_eq!(bias.dims(), [words], "one bias for each word");
+    let taped = h.is_autodiff() || embedding.is_autodiff() || bias.is_autodiff();
     let ((h, h_node), (embedding, embedding_node)) = (tape(h).into_parts(), tape(embedding).into_parts());
     let (bias, bias_node) = tape(bias).into_parts();
     let (h, embedding, bias) = (contiguous(h), contiguous(embedding), contiguous(bias));
@@ -30,10 +31,11 @@ pub fn decode(h: Tensor<2>, embedding: Tensor<2>, bias: Tensor<1>) -> Tensor<2> 
     gemm(1.0, h_rows, table, 1.0, MatrixMut::new(&mut scores, count, words), Threads::Pool);
     let scores = tensor(scores, &[count, words]);
     let prepared = Decode.prepare::<Keep>([h_node, embedding_node, bias_node]).compute_bound().stateful();
-    Tensor::from_primitive::<Taped>(match prepared {
+    let out = match prepared {
         OpsKind::Tracked(node) => node.finish(Decoded { h, embedding }, scores),
         OpsKind::UnTracked(node) => node.finish(scores),
-    })
+    };
+    given(out, taped)
 }
 
 #[derive(Debug)]
@@ -95,6 +97,7 @@ pub(super) fn column_sums(matrix: &[f32], columns: usize) -> Vec<f32> {
 /// If a token is not below V.
 pub fn embed(tokens: &[u32], embedding: Tensor<2>) -> Tensor<2> {
     let [words, hidden] = embedding.dims();
+    let taped = embedding.is_autodiff();
     let (embedding, node) = tape(embedding).into_parts();
     let embedding = contiguous(embedding);
     let mut rows = Vec::with_capacity(tokens.len() * hidden);
@@ -109,7 +112,7 @@ pub fn embed(tokens: &[u32], embedding: Tensor<2>) -> Tensor<2> {
         OpsKind::Tracked(node) => node.finish(Embedded { tokens: tokens.to_vec(), words, hidden }, rows),
         OpsKind::UnTracked(node) => node.finish(rows),
     };
-    Tensor::from_primitive::<Taped>(rows)
+    given(rows, taped)
 }
 
 #[derive(Debug)]

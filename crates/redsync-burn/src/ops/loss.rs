@@ -3,7 +3,7 @@
 
 use super::activation::{exp, wide};
 use super::gemm::sharing_pays;
-use crate::flex::{Inner, Keep, Taped, contiguous, shape, tape, tensor, values};
+use crate::flex::{Inner, Keep, contiguous, given, shape, tape, tensor, values};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -34,6 +34,7 @@ pub fn cross_entropy(logits: Tensor<2>, targets: &[u32]) -> (Tensor<1>, usize) {
     assert!(count > 0, "the mean of no rows");
     assert_eq!(count, targets.len(), "one target for each row");
     assert!(targets.iter().all(|&target| (target as usize) < classes), "a target that is no class");
+    let taped = logits.is_autodiff();
     let (logits, node) = tape(logits).into_parts();
     let logits = contiguous(logits);
     let each = |(row, &target): (&[f32], &u32)| Judged::new(row, target as usize);
@@ -46,13 +47,13 @@ pub fn cross_entropy(logits: Tensor<2>, targets: &[u32]) -> (Tensor<1>, usize) {
     let correct = judged.iter().filter(|row| row.correct).count();
     let loss = tensor(vec![loss as f32], &[1]);
     let prepared = CrossEntropy.prepare::<Keep>([node]).compute_bound().stateful();
-    let loss = Tensor::from_primitive::<Taped>(match prepared {
+    let loss = match prepared {
         OpsKind::Tracked(node) => {
             node.finish(Scored { logits, targets: targets.into(), judged: judged.into() }, loss)
         }
         OpsKind::UnTracked(node) => node.finish(loss),
-    });
-    (loss, correct)
+    };
+    (given(loss, taped), correct)
 }
 
 /// What is known of one row. Its softmax is `exp(score - largest) / sum`.

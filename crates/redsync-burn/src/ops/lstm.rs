@@ -10,7 +10,7 @@
 use super::decode::column_sums;
 use super::gemm::{Matrix, MatrixMut, Threads, gemm, sharing_pays};
 use super::panel::{Panel, Sizes};
-use crate::flex::{Inner, Keep, Taped, contiguous, tape, tensor, values};
+use crate::flex::{Inner, Keep, contiguous, given, tape, tensor, values};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -61,6 +61,9 @@ pub struct Parameters {
 pub fn lstm(x: Tensor<3>, parameters: Parameters, (h, c): State) -> (Tensor<3>, State) {
     let sizes = sizes(&x, &parameters, (&h, &c));
     let Parameters { weight_ih, weight_hh, bias_ih, bias_hh } = parameters;
+    let taped = x.is_autodiff()
+        || [&weight_ih, &weight_hh].into_iter().any(Tensor::is_autodiff)
+        || [&bias_ih, &bias_hh].into_iter().any(Tensor::is_autodiff);
     let (x, x_node) = tape(x).into_parts();
     let (weight_ih, ih_node) = tape(weight_ih).into_parts();
     let (weight_hh, hh_node) = tape(weight_hh).into_parts();
@@ -84,7 +87,7 @@ pub fn lstm(x: Tensor<3>, parameters: Parameters, (h, c): State) -> (Tensor<3>, 
         }
         OpsKind::UnTracked(node) => node.finish(out),
     };
-    (Tensor::from_primitive::<Taped>(out), after)
+    (given(out, taped), after)
 }
 
 fn sizes(x: &Tensor<3>, parameters: &Parameters, (h, c): (&[f32], &[f32])) -> Sizes {

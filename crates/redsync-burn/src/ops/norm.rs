@@ -4,7 +4,7 @@
 
 use super::activation::{tanh, wide};
 use super::gemm::sharing_pays;
-use crate::flex::{Inner, Keep, Taped, contiguous, shape, tape, tensor, values};
+use crate::flex::{Inner, Keep, contiguous, given, shape, tape, tensor, values};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
@@ -26,6 +26,7 @@ const STRIP: usize = 64;
 pub fn layer_norm(x: Tensor<2>, gain: Tensor<1>, bias: Tensor<1>) -> Tensor<2> {
     let [count, width] = x.dims();
     assert_eq!([gain.dims(), bias.dims()], [[width]; 2], "one gain and one bias for each column");
+    let taped = x.is_autodiff() || gain.is_autodiff() || bias.is_autodiff();
     let ((x, x_node), (gain, gain_node)) = (tape(x).into_parts(), tape(gain).into_parts());
     let (bias, bias_node) = tape(bias).into_parts();
     let (x, gain, bias) = (contiguous(x), contiguous(gain), contiguous(bias));
@@ -51,10 +52,11 @@ pub fn layer_norm(x: Tensor<2>, gain: Tensor<1>, bias: Tensor<1>) -> Tensor<2> {
     }
     let out = tensor(out, &[count, width]);
     let prepared = LayerNorm.prepare::<Keep>([x_node, gain_node, bias_node]).compute_bound().stateful();
-    Tensor::from_primitive::<Taped>(match prepared {
+    let out = match prepared {
         OpsKind::Tracked(node) => node.finish(Normed { x, gain, known }, out),
         OpsKind::UnTracked(node) => node.finish(out),
-    })
+    };
+    given(out, taped)
 }
 
 /// The mean of a row, and one over its deviation.
@@ -158,6 +160,7 @@ const CHUNK: usize = 1 << 13;
 
 /// `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))` of each element.
 pub fn gelu(x: Tensor<2>) -> Tensor<2> {
+    let taped = x.is_autodiff();
     let (x, node) = tape(x).into_parts();
     let x = contiguous(x);
     let mut out = values(&x).to_vec();
@@ -166,10 +169,11 @@ pub fn gelu(x: Tensor<2>) -> Tensor<2> {
     });
     let out = tensor(out, &shape(&x));
     let prepared = Gelu.prepare::<Keep>([node]).compute_bound().stateful();
-    Tensor::from_primitive::<Taped>(match prepared {
+    let out = match prepared {
         OpsKind::Tracked(node) => node.finish(x, out),
         OpsKind::UnTracked(node) => node.finish(out),
-    })
+    };
+    given(out, taped)
 }
 
 /// Runs a loop over parts of a slice, with the machine's vector registers.

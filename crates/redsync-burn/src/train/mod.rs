@@ -1,10 +1,9 @@
 //! Training: settings go in with data and a rank's communicator, a trained network comes out, the same on every rank.
 //!
 //! ```text
-//! batch --> forward --> loss --> backward --gradients--> Synchronizer --updates--> optimizer --> weights
+//! batch --> network --> loss --> backward --gradients--> Distributed --> network with other weights
 //! ```
 
-mod alone;
 mod checkpoint;
 mod epoch;
 mod events;
@@ -28,6 +27,7 @@ pub use seconds::{Seconds, milliseconds};
 pub use settings::{Settings, WarmUp};
 pub use trainer::{Ended, train, train_network};
 
+use crate::DistributedError;
 use crate::net::UnknownModel;
 use redsync_comm::CommError;
 use redsync_data::{DataError, OrderError};
@@ -50,6 +50,9 @@ pub enum TrainError {
     /// The exchange of gradients.
     #[error(transparent)]
     Sync(Box<SyncError>),
+    /// The network on several ranks.
+    #[error(transparent)]
+    Distributed(DistributedError),
     /// Another collective.
     #[error("{what}: {source}")]
     Comm {
@@ -105,5 +108,14 @@ pub enum TrainError {
 impl From<SyncError> for TrainError {
     fn from(error: SyncError) -> Self {
         TrainError::Sync(Box::new(error))
+    }
+}
+
+impl From<DistributedError> for TrainError {
+    fn from(error: DistributedError) -> Self {
+        match error {
+            DistributedError::Sync(error) => TrainError::Sync(error),
+            error => TrainError::Distributed(error),
+        }
     }
 }

@@ -7,6 +7,7 @@ use super::ranks::Op;
 use super::task::{Seat, Task};
 use super::trainer::Trainer;
 use super::{Settings, TrainError};
+use crate::Lasting;
 use redsync_engine::file::About;
 use redsync_engine::state::{Identity, difference};
 use redsync_engine::{Exchange, Local, Traffic};
@@ -103,18 +104,18 @@ fn about<const N: usize>(entries: [(&str, String); N]) -> About {
 
 impl<T: Task> Trainer<'_, T> {
     /// Keeps a checkpoint. All ranks call this at the same step.
-    pub(super) fn save(&mut self, dir: &Path) -> Result<(), TrainError> {
+    pub(super) fn save(&mut self, net: &T::Net, dir: &Path) -> Result<(), TrainError> {
         let step = self.steps;
         let place = checkpoint::place(dir, step);
         std::fs::create_dir_all(&place)
             .map_err(|source| TrainError::Write { path: place.clone(), source })?;
-        let hash = self.sync.check_replicas(&self.shared())?;
+        let hash = self.distributed.check(net)?;
         let Seat { rank, ranks } = self.ranks.seat();
         if rank == 0 {
-            self.write_model(&place, hash)?;
+            self.write_model(net, &place, hash)?;
         }
-        self.write_worker(&place, hash)?;
-        self.sync.save(&place, hash, Vec::new())?;
+        self.write_worker(net, &place, hash)?;
+        self.sync().save(&place, hash, Vec::new())?;
         self.ranks.barrier(step, Op::Saved)?;
         if rank == 0 {
             check_shared(&place, ranks)?;
@@ -123,18 +124,13 @@ impl<T: Task> Trainer<'_, T> {
         self.ranks.barrier(step, Op::Clear)
     }
 
-    fn write_model(&self, place: &Path, hash: u64) -> Result<(), TrainError> {
-        let names = self.sync.layers().iter().map(|layer| layer.name.clone());
-        let mut tensors: Vec<_> = names.zip(self.shared()).collect();
-        if self.local.is_none() {
-            tensors.extend(self.descent.moments());
-        }
+    fn write_model(&self, net: &T::Net, place: &Path, hash: u64) -> Result<(), TrainError> {
         let (factor, best) = self.pace.plateau;
         let mut about = about([
-            ("dense-below", self.sync.dense_below().to_string()),
-            ("exchange", self.sync.exchange().name().to_string()),
+            ("dense-below", self.sync().dense_below().to_string()),
+            ("exchange", self.sync().exchange().name().to_string()),
             ("step", self.steps.to_string()),
-            ("exchanges", self.sync.step().to_string()),
+            ("exchanges", self.sync().step().to_string()),
             ("replica-hash", format!("{hash:016x}")),
             ("plateau-factor", factor.to_string()),
             ("plateau-best", best.to_string()),
@@ -143,15 +139,27 @@ impl<T: Task> Trainer<'_, T> {
         ]);
         let identity = identity(self.settings, self.ranks.seat().ranks);
         about.extend(identity.into_iter().map(|(key, value)| (format!("{RUN}{key}"), value)));
-        checkpoint::write(&place.join(checkpoint::MODEL_FILE), MODEL, &about, &tensors)
+        // Weights that are the same on all ranks, and moments where these are.
+        let write = |shared: &[&[f32]], moments: &[(String, &[f32])]| {
+            let names = self.sync().layers().iter().map(|layer| layer.name.clone());
+            let tensors: Vec<_> = names.zip(shared.iter().copied()).chain(moments.iter().cloned()).collect();
+            checkpoint::write(&place.join(checkpoint::MODEL_FILE), MODEL, &about, &tensors)
+        };
+        match self.distributed.local() {
+            Some(local) => write(&local.shared(), &[]),
+            None => {
+                let moments: Vec<_> = self.distributed.optimizer().moments().collect();
+                self.distributed.read(net, |weights| write(weights, &moments))?
+            }
+        }
     }
 
     /// Steps since the ranks had the same weights.
     fn since_exchange(&self) -> u64 {
-        self.local.as_ref().map_or(0, Local::since)
+        self.distributed.local().map_or(0, Local::since)
     }
 
-    fn write_worker(&mut self, place: &Path, hash: u64) -> Result<(), TrainError> {
+    fn write_worker(&mut self, net: &T::Net, place: &Path, hash: u64) -> Result<(), TrainError> {
         let Seat { rank, ranks } = self.ranks.seat();
         let about = about([
             ("ranks", ranks.to_string()),
@@ -165,28 +173,36 @@ impl<T: Task> Trainer<'_, T> {
             ("sent-bytes", self.traffic.sent().to_string()),
             ("traffic", serde_json::json!(self.traffic).to_string()),
         ]);
-        let mut tensors: Vec<(String, &[f32])> = Vec::new();
-        for (number, buffer) in self.buffers.iter().enumerate() {
-            tensors.push((format!("running/{number}"), buffer));
-        }
-        if self.local.is_some() {
-            tensors.extend(self.descent.moments());
-        }
-        if self.since_exchange() > 0 {
-            let layers = self.sync.layers().iter().enumerate();
-            tensors.extend(layers.map(|(i, layer)| (format!("own/{}", layer.name), self.weights.values(i))));
-        }
-        tensors.extend(self.task.rows().into_iter().map(|(name, values)| (name, &*values)));
-        checkpoint::write(&checkpoint::worker_file(place, rank), WORKER, &about, &tensors)
+        let between = self.since_exchange() > 0;
+        let statistics = self.distributed.statistics(net)?;
+        let (distributed, rows) = (&self.distributed, self.task.rows());
+        let rows: Vec<(String, &[f32])> = rows.into_iter().map(|(name, values)| (name, &*values)).collect();
+        let write = |weights: &[&[f32]]| {
+            let statistics = statistics.iter().enumerate();
+            let mut tensors: Vec<(String, &[f32])> =
+                statistics.map(|(number, values)| (format!("running/{number}"), &values[..])).collect();
+            if distributed.local().is_some() {
+                tensors.extend(distributed.optimizer().moments());
+            }
+            if between {
+                let names = distributed.synchronizer().layers().iter().map(|layer| &layer.name);
+                tensors.extend(names.zip(weights).map(|(name, values)| (format!("own/{name}"), *values)));
+            }
+            tensors.extend(rows.iter().cloned());
+            checkpoint::write(&checkpoint::worker_file(place, rank), WORKER, &about, &tensors)
+        };
+        distributed.read(net, write)?
     }
 
-    /// Goes on from a checkpoint.
-    pub(super) fn resume(&mut self, kept: Kept) -> Result<(), TrainError> {
+    /// Goes on from a checkpoint, with the weights of which the network comes back.
+    pub(super) fn resume(&mut self, net: T::Net, kept: Kept) -> Result<T::Net, TrainError> {
         let Kept { place, mut model } = kept;
-        let layers = self.sync.layers();
-        let weights = layers.iter().map(|layer| model.take(&layer.name, layer.size));
+        let layers = self.sync().layers().iter();
+        let weights = layers.map(|layer| model.take(&layer.name, layer.size));
         let weights = weights.collect::<Result<Vec<_>, _>>()?;
-        self.descent.restore(|name, size| mean(name, size, std::slice::from_mut(&mut model)))?;
+        self.distributed.restore(|Lasting { optimizer, .. }| {
+            optimizer.restore(|name, size| mean(name, size, std::slice::from_mut(&mut model)))
+        })?;
         model.check_empty()?;
         let damaged = |what: &str| model.wrong(format!("is damaged: its {what} cannot be read"));
         let hash = model.text("replica-hash")?;
@@ -194,18 +210,16 @@ impl<T: Task> Trainer<'_, T> {
         let records = checkpoint::read_epochs(model.text("records")?).ok_or_else(|| damaged("records"))?;
         let seconds = serde_json::from_str(model.text("seconds")?).map_err(|_| damaged("seconds"))?;
         let plateau = (model.number("plateau-factor")?, model.number("plateau-best")?);
-        for (own, values) in self.weights.all_mut().into_iter().zip(&weights) {
-            own.copy_from_slice(values);
-        }
-        self.resume_worker(&place, &model, weights)?;
-        self.sync.load_for(&place, hash)?;
-        (self.records, self.seconds, self.pace.plateau) = (records, seconds, plateau);
         self.steps = model.number("step")?;
+        let net = self.distributed.write(net, &weights)?;
+        let net = self.resume_worker(net, &place, &model, weights)?;
+        self.distributed.restore(|Lasting { synchronizer, .. }| synchronizer.load_for(&place, hash))?;
+        (self.records, self.seconds, self.pace.plateau) = (records, seconds, plateau);
         // Older files are of runs that exchanged at every step.
         let exchanges = if model.about().contains_key("exchanges") { "exchanges" } else { "step" };
         let exchanges: u64 = model.number(exchanges)?;
-        match self.sync.check_replicas(&self.shared())? == hash && exchanges == self.sync.step() {
-            true => Ok(()),
+        match self.distributed.check(&net)? == hash && exchanges == self.sync().step() {
+            true => Ok(net),
             false => Err(model.wrong("does not belong to the residuals beside it")),
         }
     }
@@ -214,10 +228,11 @@ impl<T: Task> Trainer<'_, T> {
     /// of all ranks, one behind the other, those that are its own.
     fn resume_worker(
         &mut self,
+        net: T::Net,
         place: &Path,
         model: &Contents,
         shared: Vec<Vec<f32>>,
-    ) -> Result<(), TrainError> {
+    ) -> Result<T::Net, TrainError> {
         let (Seat { rank, ranks }, batch) = (self.ranks.seat(), self.settings.batch_size);
         let first = Contents::read(checkpoint::worker_file(place, 0), WORKER)?;
         let (old_ranks, old_batch): (usize, usize) = (first.number("ranks")?, first.number("samples")?);
@@ -244,26 +259,32 @@ impl<T: Task> Trainer<'_, T> {
             }
             part.copy_from_slice(&rows[begin * row..][..part.len()]);
         }
-        if let Some(local) = &mut self.local {
-            let layers = self.sync.layers();
+        let mut net = net;
+        if self.distributed.local().is_some() {
             let since = files[0].number("since-exchange")?;
-            local.restore(shared, since)?;
             if since > 0 && old_ranks != ranks {
                 let why =
                     "was kept between two exchanges of local steps: resume with the same number of workers";
                 return Err(files[0].wrong(why));
             }
             if since > 0 {
-                for (own, layer) in self.weights.all_mut().into_iter().zip(layers) {
-                    own.copy_from_slice(&files[0].take(&format!("own/{}", layer.name), layer.size)?);
-                }
+                let layers = self.sync().layers().iter();
+                let own = layers.map(|layer| files[0].take(&format!("own/{}", layer.name), layer.size));
+                net = self.distributed.write(net, &own.collect::<Result<Vec<_>, _>>()?)?;
             }
-            self.descent.restore(|name, size| mean(name, size, &mut files))?;
+            let made = self.steps;
+            self.distributed.restore(|Lasting { optimizer, local, .. }| -> Result<(), TrainError> {
+                if let Some((local, steps)) = local {
+                    local.restore(shared, since)?;
+                    *steps = made;
+                }
+                optimizer.restore(|name, size| mean(name, size, &mut files))
+            })?;
         }
         let own = &mut files[0];
-        for (number, buffer) in self.buffers.iter_mut().enumerate() {
-            *buffer = own.take(&format!("running/{number}"), buffer.len())?;
-        }
+        let statistics = self.distributed.statistics(&net)?.into_iter().enumerate();
+        let statistics = statistics.map(|(at, values)| own.take(&format!("running/{at}"), values.len()));
+        net = self.distributed.with_statistics(net, statistics.collect::<Result<_, _>>()?)?;
         own.check_empty()?;
         self.epoch.steps = own.number("epoch-steps")?;
         self.epoch.seconds.total = own.number("epoch-seconds")?;
@@ -280,7 +301,7 @@ impl<T: Task> Trainer<'_, T> {
         };
         let losses = files.iter().map(|file| file.number("epoch-loss")).collect::<Result<Vec<f64>, _>>()?;
         self.epoch.loss = losses.iter().sum::<f64>() / losses.len() as f64;
-        Ok(())
+        Ok(net)
     }
 }
 

@@ -2,7 +2,6 @@
 
 use super::{Optimizer, Schedule, TrainError};
 use crate::net::Architecture;
-use redsync_core::Momentum;
 use redsync_data::{DataSet, Places};
 use redsync_engine::{Config, Exchange, Figures, Method, Preset, Rest};
 use std::path::PathBuf;
@@ -229,16 +228,9 @@ impl Settings {
         Settings { every: Some(every), keep: 0.95, method, density, ..self }
     }
 
-    /// What the synchronizer is told. With local steps it exchanges differences of weights, which have no momentum and are not clipped.
+    /// What the ranks are told. With local steps they exchange only now and then.
     pub(super) fn config(&self, steps_per_epoch: u64) -> Config {
-        let every_step = self.config_of_gradients(steps_per_epoch.div_ceil(self.every.unwrap_or(1)));
-        match self.every {
-            None => every_step,
-            Some(_) => Config { momentum: Momentum::None, clip: None, ..every_step },
-        }
-    }
-
-    fn config_of_gradients(&self, steps_per_epoch: u64) -> Config {
+        let exchanges_per_epoch = steps_per_epoch.div_ceil(self.every.unwrap_or(1));
         Config {
             method: self.method,
             preset: self.preset,
@@ -247,7 +239,7 @@ impl Settings {
             rest: self.rest,
             density: self.density,
             at_least: self.at_least,
-            warm_up: self.warm_up.in_steps(steps_per_epoch),
+            warm_up: self.warm_up.in_steps(exchanges_per_epoch),
             momentum: self.optimizer.momentum(self.momentum, self.beta2),
             masking: self.masking,
             keep: self.keep,

@@ -1,7 +1,8 @@
 //! What a network is trained for. A task deals out this rank's batches, says what their loss is, and judges the network.
 //! What must hold: all that a task keeps from step to step are its rows, so that a checkpoint with them goes on to the same bits.
 
-use crate::net::{Buffers, Pass, Spec};
+use crate::net::Pass;
+use burn::module::Module;
 use burn::tensor::Tensor;
 
 /// One rank among all.
@@ -32,8 +33,11 @@ impl Score {
     }
 }
 
-/// Images or words, with the network for them.
+/// Images or words, for a network.
 pub(super) trait Task {
+    /// The network.
+    type Net: Module;
+
     /// What [`Task::metric`] is.
     const METRIC: &'static str;
     /// Whether words go through, not images.
@@ -41,22 +45,16 @@ pub(super) trait Task {
     /// Whether the end is judged by data that no epoch was judged by.
     const HELD_BACK: bool;
 
-    /// The parameters of the network.
-    fn specs(&self) -> &[Spec];
-
-    /// The running statistics beside them, as they begin.
-    fn buffers(&self) -> Buffers;
-
     fn steps_per_epoch(&self) -> u64;
 
     /// Images or words that a rank takes in one step.
     fn samples(&self) -> usize;
 
     /// The loss of this rank's batch at a step of an epoch.
-    fn loss(&mut self, pass: &mut Pass, epoch: u32, at: usize) -> Tensor<1>;
+    fn loss(&mut self, net: &Self::Net, pass: &mut Pass, epoch: u32, at: usize) -> Tensor<1>;
 
     /// This rank's share in the score of the network, at the end of an epoch or at the end of all.
-    fn judge(&self, pass: &mut Pass, last: bool) -> Score;
+    fn judge(&self, net: &Self::Net, last: bool) -> Score;
 
     /// The metric, from the score of all ranks.
     fn metric(score: &Score) -> f64;

@@ -8,11 +8,11 @@ use redsync_engine::{Choice, Layer};
 
 impl<T: Task> Trainer<'_, T> {
     pub(super) fn parameters(&self) -> usize {
-        self.sync.layers().iter().map(|layer| layer.size).sum()
+        self.sync().layers().iter().map(|layer| layer.size).sum()
     }
 
     fn layers(&self) -> impl Iterator<Item = (&Layer, Choice)> {
-        self.sync.layers().iter().zip(self.sync.choices().iter().copied())
+        self.sync().layers().iter().zip(self.sync().choices().iter().copied())
     }
 
     pub(super) fn run_record(&self) -> RunRecord {
@@ -60,7 +60,7 @@ impl<T: Task> Trainer<'_, T> {
     }
 
     pub(super) fn layer_records(&self, epoch: u32) -> Vec<LayerRecord> {
-        let stats = self.sync.stats();
+        let stats = self.sync().stats();
         let record = |(number, (layer, choice)): (usize, (&Layer, Choice))| {
             let sent = stats.layers.get(number).copied().unwrap_or_default();
             LayerRecord {
@@ -69,7 +69,7 @@ impl<T: Task> Trainer<'_, T> {
                 size: layer.size,
                 choice: choice.to_string(),
                 density: sent.elements as f64 / layer.size.max(1) as f64,
-                residual_norm: self.sync.residual_norm(number),
+                residual_norm: self.sync().residual_norm(number),
                 bytes_sent: sent.bytes_sent,
             }
         };
@@ -77,24 +77,24 @@ impl<T: Task> Trainer<'_, T> {
     }
 
     /// The end of a whole run.
-    pub(super) fn summary(&mut self) -> Result<Summary, TrainError> {
+    pub(super) fn summary(&self, net: &T::Net) -> Result<Summary, TrainError> {
         // Unless data were held back, what the last epoch said is said of the same data and weights.
         if !T::HELD_BACK {
-            return self.interim_summary();
+            return self.interim_summary(net);
         }
-        let score = self.judge(true)?;
-        self.summarize(Final { loss: score.mean_loss(), metric: T::metric(&score) })
+        let score = self.judge(net, true)?;
+        self.summarize(net, Final { loss: score.mean_loss(), metric: T::metric(&score) })
     }
 
     /// The end of a run that was interrupted; the last epoch's judgement says nothing of data that were held back.
-    pub(super) fn interim_summary(&self) -> Result<Summary, TrainError> {
+    pub(super) fn interim_summary(&self, net: &T::Net) -> Result<Summary, TrainError> {
         let last = self.records.last().filter(|_| !T::HELD_BACK);
         let (loss, metric) = last.map_or((f64::NAN, f64::NAN), |last| (last.test_loss, last.metric));
-        self.summarize(Final { loss, metric })
+        self.summarize(net, Final { loss, metric })
     }
 
-    fn summarize(&self, end: Final) -> Result<Summary, TrainError> {
-        let hash = self.sync.check_replicas(&self.shared())?;
+    fn summarize(&self, net: &T::Net, end: Final) -> Result<Summary, TrainError> {
+        let hash = self.distributed.check(net)?;
         let (settings, steps) = (self.settings, self.steps);
         let epoch = |record: &EpochRecord| EpochSummary {
             epoch: record.epoch,

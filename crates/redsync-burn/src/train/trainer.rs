@@ -1,27 +1,23 @@
 //! One rank's training, from the first step or a checkpoint to the last step or an interruption: the loop of steps.
 //! What must hold: every rank makes the same steps, checks, judgements and checkpoints in the same order.
 
-use super::alone::Own;
 use super::images::Images;
 use super::ranks::Ranks;
 use super::resume::{self, Kept};
 use super::task::{Seat, Task};
 use super::words::Words;
 use super::{EpochRecord, Observer, Pace, Seconds, Settings, Summary, TrainError};
-use crate::flex::{BurnGradient, untape, values};
-use crate::hook::OnGradient;
-use crate::net::{Architecture, Buffers, Pass, Purpose, Weights};
-use burn::tensor::Tensor;
+use crate::Distributed;
+use crate::flex::{untape, values};
+use crate::net::{Architecture, Net, Pass};
+use burn::optim::GradientsParams;
 use redsync_comm::{Communicator, Pending};
 use redsync_data::DataSet;
 use redsync_engine::cost::Compute;
-use redsync_engine::{
-    Config, Figures, Layer, Local, Method, Optimizer, StepStats, SyncError, Synchronizer, Traffic, host_of,
-    measure,
-};
+use redsync_engine::{Config, Figures, Method, StepStats, Synchronizer, Traffic, host_of, measure};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Steps between two questions whether to stop.
@@ -60,12 +56,12 @@ pub fn train_network(
     let seat = Seat { rank: comm.rank(), ranks: comm.size() };
     let trained = settings.check().and_then(|()| match data {
         DataSet::Images(set) => {
-            let net = architecture.classifier(&settings.model, set.shape, set.classes)?;
-            run(Images::new(set, net, settings, seat)?, settings, comm.clone(), observer, stop)
+            let net = architecture.classifier(&settings.model, set.shape, set.classes, settings.seed)?;
+            run(Images::new(set, settings, seat)?, net, settings, comm.clone(), observer, stop)
         }
         DataSet::Text(text) => {
-            let net = architecture.language(&settings.model, text.vocabulary)?;
-            run(Words::new(text, net, settings, seat)?, settings, comm.clone(), observer, stop)
+            let net = architecture.language(&settings.model, text.vocabulary, settings.seed)?;
+            run(Words::new(text, &net, settings, seat)?, net, settings, comm.clone(), observer, stop)
         }
     });
     // Nobody has to wait for a rank that will not come; where others are the cause, they have said so first.
@@ -74,22 +70,25 @@ pub fn train_network(
 
 fn run<T: Task>(
     task: T,
+    net: T::Net,
     settings: &Settings,
     comm: Arc<dyn Communicator>,
     observer: &mut dyn Observer,
     stop: &AtomicBool,
 ) -> Result<Ended, TrainError> {
     let kept = resume::find(settings, comm.size())?;
-    let mut trainer = Trainer::new(settings, task, comm, kept.as_ref())?;
+    let (mut net, mut trainer) = Trainer::new(settings, task, net, comm, kept.as_ref())?;
     if let Some(kept) = kept {
-        trainer.resume(kept)?;
+        net = trainer.resume(net, kept)?;
     }
     observer.begin(&trainer.run_record())?;
-    trainer.run(observer, stop)
+    trainer.run(net, observer, stop)
 }
 
 /// What came of a step besides its loss.
-struct Made {
+struct Made<N> {
+    /// The network with its weights updated.
+    net: N,
     /// Whether the question that was under way was answered with stop.
     stops: bool,
     /// Whether the ranks exchanged anything.
@@ -118,14 +117,9 @@ pub(super) struct Trainer<'a, T> {
     pub settings: &'a Settings,
     pub ranks: Ranks,
     pub task: T,
-    pub weights: Weights,
-    pub buffers: Buffers,
-    pub sync: Synchronizer,
-    /// With local steps, the weights that the ranks share; otherwise all weights are.
-    pub local: Option<Local>,
+    pub distributed: Distributed,
     /// Steps that were made.
     pub steps: u64,
-    pub descent: Optimizer,
     pub pace: Pace,
     /// Of the epoch that is under way, and since the last record.
     pub epoch: Sums,
@@ -136,7 +130,7 @@ pub(super) struct Trainer<'a, T> {
     pub records: Vec<EpochRecord>,
 }
 
-/// What the synchronizer is told, which with `auto` takes a measurement, unless the run to be resumed has decided already:
+/// What the ranks are told, which with `auto` takes a measurement, unless the run to be resumed has decided already:
 /// another choice of layers would be another run.
 fn config(
     settings: &Settings,
@@ -166,38 +160,47 @@ impl<'a, T: Task> Trainer<'a, T> {
     fn new(
         settings: &'a Settings,
         task: T,
+        net: T::Net,
         comm: Arc<dyn Communicator>,
         kept: Option<&Kept>,
-    ) -> Result<Self, TrainError> {
-        let (specs, per_epoch) = (task.specs(), task.steps_per_epoch());
-        let layers: Vec<Layer> = specs.iter().map(|spec| spec.layer.clone()).collect();
-        let momentum = settings.optimizer.momentum(settings.momentum, settings.beta2);
-        let descent = Optimizer::of(&layers, momentum, settings.weight_decay);
-        let sync = Synchronizer::new(layers, config(settings, per_epoch, &comm, kept)?, comm.clone())?;
+    ) -> Result<(T::Net, Self), TrainError> {
+        let per_epoch = task.steps_per_epoch();
+        // All ranks have made the same network from the seed.
+        let setup = Distributed::setup(config(settings, per_epoch, &comm, kept)?).layers(Net::layer).alike();
+        let setup = match settings.every {
+            Some(every) => setup.local_steps(every, settings.outer_rate),
+            None => setup,
+        };
+        let (net, distributed) = setup.make(net, comm.clone())?;
         let lr_warm_up = (settings.lr_warm_up_epochs * per_epoch as f64).round() as u64;
         let steps = per_epoch * u64::from(settings.epochs);
-        let weights = Weights::new(specs, settings.seed);
-        let local = settings.every.map(|every| Local::new(every, settings.outer_rate, weights.all()));
-        Ok(Trainer {
-            weights,
-            local: local.transpose()?,
+        let trainer = Trainer {
+            distributed: distributed.with_weight_decay(settings.weight_decay),
             steps: 0,
-            buffers: task.buffers(),
-            descent,
             pace: Pace::new(settings.lr, settings.schedule, lr_warm_up, steps),
             ranks: Ranks { comm, deadline: settings.deadline },
             settings,
             task,
-            sync,
             epoch: Sums::default(),
             recent: Sums::default(),
             seconds: Seconds::default(),
             traffic: Traffic::default(),
             records: Vec::new(),
-        })
+        };
+        Ok((net, trainer))
     }
 
-    fn run(mut self, observer: &mut dyn Observer, stop: &AtomicBool) -> Result<Ended, TrainError> {
+    /// What is below: layers, choices, statistics of a step.
+    pub(super) fn sync(&self) -> &Synchronizer {
+        self.distributed.synchronizer()
+    }
+
+    fn run(
+        mut self,
+        mut net: T::Net,
+        observer: &mut dyn Observer,
+        stop: &AtomicBool,
+    ) -> Result<Ended, TrainError> {
         let per_epoch = self.task.steps_per_epoch();
         let total = per_epoch * u64::from(self.settings.epochs);
         let mut question = None;
@@ -205,87 +208,76 @@ impl<'a, T: Task> Trainer<'a, T> {
             let step = self.steps;
             let (epoch, at) = ((step / per_epoch) as u32, step % per_epoch);
             let ended = (step + 1).is_multiple_of(per_epoch);
-            let Made { mut stops, exchanged } = self.step(epoch, at as usize, ended, question.take())?;
-            stops |= self.settings.stop_after == Some(step + 1);
+            let made = self.step(net, epoch, at as usize, ended, question.take())?;
+            let exchanged = made.exchanged;
+            net = made.net;
+            let stops = made.stops || self.settings.stop_after == Some(step + 1);
             observer.tick(step + 1);
             if (step + 1).is_multiple_of(self.settings.log_every) {
                 let record = self.step_record(epoch, step + 1);
                 observer.step(&record)?;
             }
             // With local steps the ranks have something to compare, and time to talk, when they exchange.
-            let exchanges = self.sync.step();
+            let exchanges = self.sync().step();
             if ended || (exchanged && exchanges.is_multiple_of(self.settings.check_every)) {
-                self.sync.check_replicas(&self.shared())?;
+                self.distributed.check(&net)?;
             }
             if ended {
-                self.end_epoch(epoch, observer)?;
+                net = self.end_epoch(net, epoch, observer)?;
             }
             if stops && step + 1 < total {
-                return self.interrupt();
+                return self.interrupt(&net);
             }
-            let asks = self.local.is_some() || exchanges.is_multiple_of(ASK_EVERY);
+            let asks = self.settings.every.is_some() || exchanges.is_multiple_of(ASK_EVERY);
             if exchanged && asks && step + 1 < total {
                 question = Some(self.ranks.ask(step, stop.load(Ordering::Relaxed)));
             }
         }
-        let summary = self.summary()?;
+        let summary = self.summary(&net)?;
         observer.end(&summary)?;
         Ok(Ended { summary, interrupted: None })
-    }
-
-    /// The weights that are the same on all ranks.
-    pub(super) fn shared(&self) -> Vec<&[f32]> {
-        self.local.as_ref().map_or_else(|| self.weights.all(), Local::shared)
     }
 
     /// One step, which may be the last of an epoch.
     fn step(
         &mut self,
+        net: T::Net,
         epoch: u32,
         at: usize,
         last: bool,
         question: Option<Pending<Vec<f32>>>,
-    ) -> Result<Made, TrainError> {
-        let step = self.steps;
+    ) -> Result<Made<T::Net>, TrainError> {
+        let (rank, step) = (self.ranks.seat().rank as u64, self.steps);
         let rate = self.pace.at(step);
-        let alone = self.local.is_some();
-        if !alone {
-            self.descent.begin(&self.sync, rate)?;
-        }
+        self.distributed.begin(rate.into())?;
         let begin = Instant::now();
-        let (failure, own) = (Arc::new(Mutex::new(None)), Own::new(self.sync.layers().len()));
-        let on_gradient = if alone { own.on_gradient() } else { self.on_gradient(&failure) };
-        let loss = self.forward(epoch, at, on_gradient);
+        let watch = self.distributed.watch();
+        let mut pass = Pass::training(mix(self.settings.seed ^ mix(step ^ mix(rank)))).watched(&watch);
+        let loss = self.task.loss(&net, &mut pass, epoch, at);
         let value = values(&untape(loss.clone()))[0];
         if !value.is_finite() {
             return Err(TrainError::Diverged { step, loss: value, rate });
         }
         let stops = question.map_or(Ok(false), |question| self.ranks.answer(question))?;
         let forward = begin.elapsed();
-        drop(loss.backward());
+        let gradients = GradientsParams::from_grads(loss.backward(), &net);
         drop(loss);
         let backward = begin.elapsed() - forward;
-        if let Some(error) = failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            return Err(error.into());
-        }
         let behind = Instant::now();
-        let exchanged = match alone {
-            true => self.update_alone(own, rate, last)?,
-            false => {
-                self.sync.finish()?;
-                self.descent.step(&mut self.sync, &mut self.weights.all_mut(), rate)?;
-                true
-            }
-        };
+        let mut net = self.distributed.step(rate.into(), net, gradients)?;
+        if last {
+            net = self.distributed.agree(net)?;
+        }
+        let exchanged = self.distributed.local().is_none_or(|local| local.since() == 0);
         self.steps += 1;
         self.count(value, [forward, backward, behind.elapsed(), begin.elapsed()], exchanged);
-        Ok(Made { stops, exchanged })
+        Ok(Made { net, stops, exchanged })
     }
 
     /// Adds a finished step to all sums.
     fn count(&mut self, loss: f32, times: [Duration; 4], exchanged: bool) {
         let nothing = StepStats::default();
-        let stats = if exchanged { self.sync.stats() } else { &nothing };
+        let stats = if exchanged { self.distributed.synchronizer().stats() } else { &nothing };
         let all = stats.total();
         let [forward, backward, behind, total] = times.map(|time| time.as_secs_f64());
         let seconds = Seconds {
@@ -305,30 +297,12 @@ impl<'a, T: Task> Trainer<'a, T> {
         self.traffic.add(&stats.traffic);
     }
 
-    /// What hands gradients on; the first failure is kept for the step.
-    fn on_gradient(&self, failure: &Arc<Mutex<Option<SyncError>>>) -> OnGradient {
-        let (submitter, failure) = (self.sync.submitter(), failure.clone());
-        Arc::new(move |layer, gradient| {
-            if let Err(error) = submitter.submit(layer, BurnGradient::new(gradient)) {
-                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-            }
-        })
-    }
-
-    /// The loss of this rank's part of a step.
-    fn forward(&mut self, epoch: u32, at: usize, on_gradient: OnGradient) -> Tensor<1> {
-        let (rank, step) = (self.ranks.seat().rank as u64, self.steps);
-        let random = mix(self.settings.seed ^ mix(step ^ mix(rank)));
-        let mut pass = Pass::new(&self.weights, &mut self.buffers, Purpose::Train { on_gradient, random });
-        self.task.loss(&mut pass, epoch, at)
-    }
-
-    fn interrupt(mut self) -> Result<Ended, TrainError> {
+    fn interrupt(mut self, net: &T::Net) -> Result<Ended, TrainError> {
         let dir = self.settings.checkpoint_dir.as_ref().or(self.settings.rescue_dir.as_ref()).cloned();
         if let Some(dir) = &dir {
-            self.save(dir)?;
+            self.save(net, dir)?;
         }
-        let summary = self.interim_summary()?;
+        let summary = self.interim_summary(net)?;
         Ok(Ended { summary, interrupted: Some((self.steps, dir)) })
     }
 }

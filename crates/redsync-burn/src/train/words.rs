@@ -4,7 +4,7 @@
 use super::task::{Score, Seat, Task};
 use super::{Settings, TrainError};
 use crate::flex::{untape, values};
-use crate::net::{Buffers, Language, Pass, Spec, State};
+use crate::net::{Language, Pass, State};
 use crate::ops::loss::cross_entropy;
 use burn::tensor::Tensor;
 use redsync_data::TextSet;
@@ -18,7 +18,6 @@ pub(super) struct Words<'a> {
     /// By which epochs are judged, and the end.
     valid: Streams<'a>,
     test: Streams<'a>,
-    net: Language,
     state: State,
     batch: usize,
     bptt: usize,
@@ -28,7 +27,7 @@ pub(super) struct Words<'a> {
 impl<'a> Words<'a> {
     pub fn new(
         text: &'a TextSet,
-        net: Language,
+        net: &Language,
         settings: &Settings,
         seat: Seat,
     ) -> Result<Self, TrainError> {
@@ -45,7 +44,6 @@ impl<'a> Words<'a> {
             valid: streams(&text.valid, JUDGE_STREAMS)?,
             test: streams(&text.test, JUDGE_STREAMS)?,
             state: net.blank(batch),
-            net,
             batch,
             bptt,
             seat,
@@ -54,17 +52,11 @@ impl<'a> Words<'a> {
 }
 
 impl Task for Words<'_> {
+    type Net = Language;
+
     const METRIC: &'static str = "perplexity";
     const WORDS: bool = true;
     const HELD_BACK: bool = true;
-
-    fn specs(&self) -> &[Spec] {
-        self.net.specs()
-    }
-
-    fn buffers(&self) -> Buffers {
-        Buffers::default()
-    }
 
     fn steps_per_epoch(&self) -> u64 {
         self.streams.steps_per_epoch() as u64
@@ -74,20 +66,21 @@ impl Task for Words<'_> {
         self.batch * self.bptt
     }
 
-    fn loss(&mut self, pass: &mut Pass, _epoch: u32, at: usize) -> Tensor<1> {
+    fn loss(&mut self, net: &Language, pass: &mut Pass, _epoch: u32, at: usize) -> Tensor<1> {
         if at == 0 {
-            self.state = self.net.blank(self.batch);
+            self.state = net.blank(self.batch);
         }
         let (words, next) = self.streams.window(at, self.seat.rank);
-        cross_entropy(self.net.run(pass, &words, self.batch, &mut self.state), &next).0
+        cross_entropy(net.forward(pass, &words, self.batch, &mut self.state), &next).0
     }
 
-    fn judge(&self, pass: &mut Pass, last: bool) -> Score {
+    fn judge(&self, net: &Language, last: bool) -> Score {
         let streams = if last { &self.test } else { &self.valid };
-        let (mut state, mut score) = (self.net.blank(JUDGE_STREAMS), Score::default());
+        let (mut state, mut score) = (net.blank(JUDGE_STREAMS), Score::default());
         for at in 0..streams.steps_per_epoch() {
             let (words, next) = streams.window(at, self.seat.rank);
-            let (mean, right) = cross_entropy(self.net.run(pass, &words, JUDGE_STREAMS, &mut state), &next);
+            let scores = net.forward(&mut Pass::judging(), &words, JUDGE_STREAMS, &mut state);
+            let (mean, right) = cross_entropy(scores, &next);
             score.add(values(&untape(mean))[0], right, next.len());
         }
         score

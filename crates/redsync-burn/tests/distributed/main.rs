@@ -1,6 +1,7 @@
 //! What holds for a module of a user's own that was made distributed: replicas are equal to the bit, density 1 is dense training, whatever
 //! gradients a step has, and whether layers are watched or not.
 
+mod local;
 mod own;
 mod state;
 
