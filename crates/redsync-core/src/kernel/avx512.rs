@@ -66,16 +66,6 @@ pub(super) fn adamw(step: &AdamW, w: &mut [f32], m: &mut [f32], q: &mut [f32], g
     unsafe { lanes(step, w, m, q, g) }
 }
 
-pub(super) fn add_assign(v: &mut [f32], g: &[f32]) {
-    #[target_feature(enable = "avx512f,avx2")]
-    fn lanes(v: &mut [f32], g: &[f32]) {
-        portable::add_assign(v, g);
-    }
-    Avx512::here();
-    // SAFETY: AVX-512 is there.
-    unsafe { lanes(v, g) }
-}
-
 /// An instruction of AVX-512 F on registers.
 macro_rules! avx512 {
     ($call:expr) => {

@@ -254,9 +254,8 @@ pub(crate) fn scan(level: Level, lens: Lens, floor: f32, v: &[f32], base: u32, f
 pub fn add_assign(level: Level, v: &mut [f32], g: &[f32]) {
     match level {
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => avx2::add_assign(v, g),
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => avx512::add_assign(v, g),
+        // Of two loops the faster one: with registers of 512 bits the same took a tenth longer.
+        Level::Avx2 | Level::Avx512 => avx2::add_assign(v, g),
         #[cfg(target_arch = "aarch64")]
         Level::Neon => neon::add_assign(v, g),
         _ => portable::add_assign(v, g),

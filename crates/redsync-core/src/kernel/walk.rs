@@ -149,31 +149,15 @@ unsafe fn pass_lanes<R: Registers, const KIND: u8, const STATS: bool, const SAVE
     };
     let mut first = 0;
     while first < blocks {
-        let left = blocks - first;
-        // The sums of statistics depend on the order of the blocks.
-        let two = !STATS && left >= 2 * GROUP;
+        let rows = GROUP.min(blocks - first);
         // SAFETY: the blocks are among `blocks`, which lie within every slice that KIND and SAVE use; alignment as promised.
-        let hits = unsafe {
-            match two {
-                true => walk.two_groups::<KIND, STATS, SAVE>(first),
-                false => [walk.group::<KIND, STATS, SAVE>(first, left.min(GROUP)), 0],
-            }
-        };
+        let hits = unsafe { walk.group::<KIND, STATS, SAVE>(first, rows) };
         // SAFETY: v has n elements, and nobody writes while these are read. From the pointer, since a new borrow of the slice would
         // end its right to write on.
         let written = unsafe { std::slice::from_raw_parts(v.cast_const(), n) };
-        for hits in &hits[..if two { 2 } else { 1 }] {
-            push_hits(
-                registers,
-                plan.lens,
-                floor,
-                &written[first * BLOCK..],
-                slices.base + (first * BLOCK) as u32,
-                *hits,
-                found,
-            );
-            first += left.min(GROUP);
-        }
+        let at = first * BLOCK;
+        push_hits(registers, plan.lens, floor, &written[at..], slices.base + at as u32, hits, found);
+        first += rows;
     }
     let finite = !registers.any_above(walk.largest, registers.bits(NOT_FINITE - 1));
     let lanes = registers.stat_lanes(walk.stats);
@@ -224,28 +208,6 @@ impl<R: Registers> Walk<R> {
         for row in 0..rows {
             // SAFETY: as promised.
             hits |= unsafe { self.block::<KIND, STATS, SAVE>(first + row) } << row;
-        }
-        hits
-    }
-
-    /// The same for two whole groups side by side. Prefetching by the machine ends at every page, and begins anew only after some
-    /// misses; two places keep memory busy then, which saves 0.05 of a plain pass. Eight take a third longer: equal places
-    /// of pages share a few lines of the nearest cache, and there are up to three slices.
-    ///
-    /// # Safety
-    /// As for `block`, for all of them.
-    #[inline(always)]
-    unsafe fn two_groups<const KIND: u8, const STATS: bool, const SAVE: bool>(
-        &mut self,
-        first: usize,
-    ) -> [u64; 2] {
-        let mut hits = [0; 2];
-        for row in 0..GROUP {
-            // SAFETY: as promised.
-            unsafe {
-                hits[0] |= self.block::<KIND, STATS, SAVE>(first + row) << row;
-                hits[1] |= self.block::<KIND, STATS, SAVE>(first + GROUP + row) << row;
-            }
         }
         hits
     }
