@@ -12,6 +12,7 @@ pub(crate) use say;
 
 mod bench;
 mod files;
+mod memory;
 mod plan;
 mod platform;
 mod ranks;
@@ -56,6 +57,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    memory::keep_what_is_freed();
     let done = match cli.command {
         Command::Train(train) => train.run(),
         Command::Compare(compare) => compare.run(),
