@@ -321,8 +321,7 @@ pub struct Config {
     pub figures: Option<Figures>,
     /// How messages travel. None: with `figures` what is then predicted to be faster, otherwise all are gathered.
     pub exchange: Option<Exchange>,
-    /// The name of the host that this rank is on, for [`Exchange::Hosts`]. None means what the communicator says (MPI knows which ranks
-    /// share memory), or else what the machine is called.
+    /// The name of the host that this rank is on, for [`Exchange::Hosts`]; [`host_of`](crate::host_of) finds one.
     pub host: Option<String>,
     /// The fraction of a compressed layer that is sent at a step.
     pub density: f64,

@@ -21,15 +21,19 @@ const BEFORE: u32 = 1 << 29;
 /// Marks what ranks of a host tell each other after it.
 const AFTER: u32 = 1 << 28;
 
-/// The name of the host of a rank, for [`Config::host`]: with so many ranks on each host, one after the other, which of them that is. None
-/// leaves it to the communicator, and to what machines are called.
+/// The name of the host of this rank, for [`Config::host`]: with so many ranks on each host, one after the other, which of them that is;
+/// otherwise what the communicator says (MPI knows which ranks share memory), or what the machine is called.
 ///
 /// ```
 /// use redsync_engine::host_of;
-/// assert_eq!(host_of(5, Some(4)).as_deref(), Some("1"));
+/// let ranks = redsync_comm::local::group(6);
+/// assert_eq!(host_of(&ranks[5], Some(4)).as_deref(), Some("1"));
 /// ```
-pub fn host_of(rank: usize, ranks_per_host: Option<usize>) -> Option<String> {
-    ranks_per_host.map(|each| (rank / each.max(1)).to_string())
+pub fn host_of(comm: &dyn Communicator, ranks_per_host: Option<usize>) -> Option<String> {
+    match ranks_per_host {
+        Some(each) => Some((comm.rank() / each.max(1)).to_string()),
+        None => comm.host().or_else(machine),
+    }
 }
 
 /// What this machine is called, if it says so.
@@ -86,8 +90,7 @@ pub(crate) struct Hosts {
 impl Hosts {
     /// Every rank says where it is.
     pub fn find(config: &Config, comm: &Arc<dyn Communicator>) -> Result<Hosts, SyncError> {
-        let host = config.host.clone().or_else(|| comm.host()).or_else(machine);
-        let names = hello::gather(&**comm, &json!(host), config)?;
+        let names = hello::gather(&**comm, &json!(config.host), config)?;
         let names: Vec<Option<&str>> = names.iter().map(|name| name.as_str()).collect();
         let groups = group(&names).map_err(SyncError::Layers)?;
         let host = groups.iter().position(|ranks| ranks.contains(&comm.rank())).unwrap_or_default();

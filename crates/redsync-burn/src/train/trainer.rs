@@ -139,7 +139,7 @@ fn config(
     kept: Option<&Kept>,
 ) -> Result<Config, TrainError> {
     let mut config = settings.config(steps_per_epoch);
-    config.host = host_of(comm.rank(), settings.ranks_per_host);
+    config.host = host_of(&**comm, settings.ranks_per_host);
     config.agree = resume::identity(settings, comm.size());
     if settings.auto && settings.method != Method::Sgd {
         match (kept, &settings.figures) {

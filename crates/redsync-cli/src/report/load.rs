@@ -138,6 +138,55 @@ pub struct Total {
     pub total: f64,
 }
 
+/// `train --json`: a run without its steps.
+#[derive(Debug, Deserialize)]
+struct Trained {
+    #[serde(flatten)]
+    meta: Meta,
+    #[serde(default)]
+    metric_name: String,
+    epochs: Vec<TrainedEpoch>,
+    #[serde(rename = "final")]
+    end: End,
+    #[serde(flatten)]
+    last: Last,
+}
+
+#[derive(Debug, Deserialize)]
+struct TrainedEpoch {
+    epoch: f64,
+    loss: Option<f64>,
+    metric: Option<f64>,
+}
+
+#[derive(Debug, Deserialize)]
+struct End {
+    loss: Option<f64>,
+    metric: Option<f64>,
+}
+
+impl From<Trained> for Run {
+    fn from(Trained { meta, metric_name, epochs, end, last }: Trained) -> Self {
+        let epoch = |TrainedEpoch { epoch, loss, metric }: TrainedEpoch| Epoch {
+            epoch,
+            train_loss: loss,
+            test_loss: None,
+            metric,
+            metric_name: metric_name.clone(),
+            step: None,
+            seconds: 0.0,
+            bytes_sent: 0.0,
+        };
+        let epochs = epochs.into_iter().map(epoch).collect();
+        Run {
+            meta,
+            epochs,
+            last: Some(Last { loss: end.loss, metric: end.metric, ..last }),
+            ..Run::default()
+        }
+    }
+}
+
 /// `bench select`.
 #[derive(Debug, Deserialize)]
 pub struct Selection {
@@ -326,12 +375,14 @@ impl Found {
             self.simulations.push(from(value).map_err(said)?);
         } else if has("predicted_ms") && has("verdict") {
             self.plans.push(from(value).map_err(said)?);
+        } else if has("epochs") && has("final") {
+            self.runs.push(from::<Trained>(value).map_err(said)?.into());
         } else if has("sync_ms") {
             self.steps.push(from(value).map_err(said)?);
         } else if has("rows") && has("dist") {
             self.selections.push(from(value).map_err(said)?);
         } else {
-            bail!("not the output of bench select, bench sync, plan, simulate or lab/predictions");
+            bail!("not the output of train, bench select, bench sync, plan, simulate or lab/predictions");
         }
         Ok(())
     }
@@ -387,7 +438,7 @@ mod tests {
         );
         assert!(message("a.jsonl", "{}\n").contains("line 1: no \"kind\""));
         assert!(message("a.jsonl", "").contains("no line of the kind \"run\""));
-        assert!(message("b.json", "{\"a\":1}").contains("not the output of bench select"));
+        assert!(message("b.json", "{\"a\":1}").contains("not the output of train, bench select"));
         assert!(message("b.json", "{\"curves\":3}").contains("invalid type"));
         assert!(message("b.json", "{\"sync_ms\":1").contains("EOF"));
         assert!(message("b.json", "[{\"hosts\":2}]").contains("missing field `link`"));
@@ -434,6 +485,28 @@ mod tests {
         let steps = |run: &Run| run.steps.iter().map(|step| step.step).collect::<Vec<_>>();
         assert_eq!(found.runs.iter().map(steps).collect::<Vec<_>>(), [vec![1, 2], vec![1]]);
         assert!(found.runs[0].epochs.is_empty(), "it was beyond the step from which the run went on");
+    }
+
+    #[test]
+    fn what_train_prints_is_a_run_of_epochs() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run.json");
+        let text = r#"{"model": "m", "method": "rgc", "workers": 4, "seed": 2, "metric_name": "accuracy", "bytes_sent": 7, "dense_bytes": 90,
+            "epochs": [{"epoch": 1, "loss": 2.5, "metric": 0.25}, {"epoch": 2, "loss": null, "metric": 0.5}],
+            "final": {"loss": 1.5, "metric": 0.75}, "seconds": {"total": 3.5}, "steps": 6}"#;
+        std::fs::write(&path, text).unwrap();
+        let mut found = Found::default();
+        found.add(&path).unwrap();
+        let Run { meta, steps, epochs, last, .. } = &found.runs[0];
+        assert_eq!((&*meta.model, &*meta.method, meta.workers, meta.seed), ("m", "rgc", 4, 2));
+        assert!(steps.is_empty());
+        let told: Vec<_> =
+            epochs.iter().map(|e| (e.epoch, e.train_loss, e.metric, &*e.metric_name)).collect();
+        assert_eq!(told, [(1.0, Some(2.5), Some(0.25), "accuracy"), (2.0, None, Some(0.5), "accuracy")]);
+        let last = last.as_ref().unwrap();
+        assert_eq!((last.loss, last.metric, last.seconds.total), (Some(1.5), Some(0.75), 3.5));
+        assert_eq!(found.runs[0].sent(), Some((7.0, 90.0)));
+        assert!(message("c.json", r#"{"epochs": 3, "final": {}}"#).contains("invalid type"));
     }
 
     #[test]

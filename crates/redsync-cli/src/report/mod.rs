@@ -15,7 +15,7 @@ use std::path::PathBuf;
 #[derive(Debug, Args)]
 pub struct Report {
     /// Directories of one or more runs (compare --out, runs), metrics files (metrics.jsonl, and what redsync.attach(log=...) writes
-    /// under PyTorch), and --json outputs of bench select, bench sync, plan and simulate
+    /// under PyTorch), and --json outputs of train, bench select, bench sync, plan and simulate
     #[arg(required = true)]
     runs: Vec<PathBuf>,
     /// The page

@@ -180,7 +180,7 @@ impl Sync {
         let (model, comm) = (Model::named(&self.model)?, self.speaker(comm));
         let (rank, ranks) = (comm.rank(), comm.size());
         let mut config = self.config(model.recurrent);
-        config.host = host_of(rank, self.ranks_per_host.map(usize::from));
+        config.host = host_of(&*comm, self.ranks_per_host.map(usize::from));
         if self.auto {
             let platform = measured(comm.clone(), &config)?;
             let backward = self.compute_ms / 1e3;
