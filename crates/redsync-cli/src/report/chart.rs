@@ -35,6 +35,8 @@ pub fn css(at: usize) -> String {
 pub struct Series {
     pub name: String,
     pub points: Vec<(f64, f64)>,
+    /// The place in the legend whose colour it has; None: its own.
+    pub colour: Option<usize>,
     /// A reference instead of a measurement.
     pub dashed: bool,
     /// Points only.
@@ -90,7 +92,7 @@ pub fn lines(axes: Axes, series: &[Series]) -> Result<String> {
             .draw()
             .map_err(said)?;
         for (number, (series, points)) in series.iter().zip(&lines).enumerate() {
-            let colour = COLOURS[number % COLOURS.len()];
+            let colour = COLOURS[series.colour.unwrap_or(number) % COLOURS.len()];
             if series.dashed {
                 let dashes = DashedLineSeries::new(points.iter().copied(), 6, 4, colour.stroke_width(2));
                 chart.draw_series(dashes).map_err(said)?;

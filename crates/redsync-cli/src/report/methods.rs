@@ -44,8 +44,11 @@ pub fn methods(runs: &[Run]) -> Section {
         ];
         let rows = names.into_iter().map(|method| row(metric, method, &of(method), dense));
         let first = runs.first().map_or(&Meta::default(), |run| &run.meta).clone();
-        let title =
-            format!("{task}: {} parameters, {} workers", short(first.parameters as f64), first.workers);
+        let parameters = match first.parameters {
+            0 => String::new(), // not told
+            parameters => format!("{} parameters, ", short(parameters as f64)),
+        };
+        let title = format!("{task}: {parameters}{} workers", first.workers);
         body.push_str(&format!("<h3>{}</h3>\n{}", text(&title), table(&header, rows)));
     }
     let intro = "Means over the runs of a method, smallest and largest in brackets. Sent: everything that one worker sent in the whole \

@@ -268,7 +268,7 @@ fn predictions(cells: &[Compared]) -> Result<Section> {
     let ends = cells.iter().map(|cell| cell.measured).filter(|ms| *ms > 0.0);
     let (low, high) = ends.fold((f64::INFINITY, 0f64), |(a, b), x| (a.min(x), b.max(x)));
     let exact = vec![(low, low), (high, high)];
-    series.push(Series { name: "exactly".into(), points: exact, dashed: true, scattered: false });
+    series.push(Series { name: "exactly".into(), points: exact, dashed: true, ..Series::default() });
     let axes = Axes { x: "measured ms", y: "predicted ms", log_x: true, log_y: true };
     let mut errors: Vec<f64> =
         cells.iter().map(|cell| (cell.predicted / cell.measured - 1.0).abs()).collect();
@@ -307,7 +307,12 @@ fn scaling(simulations: &[Simulation]) -> Result<Section> {
                 let ranks = curves
                     .first()
                     .map_or(Vec::new(), |c| c.rows.iter().map(|r| (r.ranks, r.ranks)).collect());
-                series.push(Series { name: "linear".into(), points: ranks, dashed: true, scattered: false });
+                series.push(Series {
+                    name: "linear".into(),
+                    points: ranks,
+                    dashed: true,
+                    ..Series::default()
+                });
             }
             let axes = Axes { x: "ranks", y, log_x: true, log_y };
             figures.push_str(&figure(
@@ -364,7 +369,7 @@ fn selection(found: &Found, gbit: f64) -> Result<Section> {
         name: format!("dense allreduce at {gbit} Gbit/s"),
         points,
         dashed: true,
-        scattered: false,
+        ..Series::default()
     });
     let density = found.selections.first().map_or(0.0, |selection| selection.density);
     let axes = Axes { x: "elements", y: "ms", log_x: true, log_y: true };

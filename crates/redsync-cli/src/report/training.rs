@@ -39,14 +39,37 @@ pub fn training(runs: &[Run]) -> Result<Section> {
             (metric, "by epoch", by_epoch("", false), epochs(&runs, |e| e.metric)),
         ] {
             if series.iter().any(|series| series.points.len() > 1) {
+                let (series, entries) = coloured(&runs, series);
                 let svg = lines(axes, &series)?;
-                figures.push_str(&figure(&format!("{task}: {title}"), caption, &legend(&series), &svg));
+                figures.push_str(&figure(&format!("{task}: {title}"), caption, &entries, &svg));
             }
         }
     }
     let intro = "Equal seeds and epochs compare. Equal curves by epoch, and the same loss for a fraction of the bytes, are the \
                  point of residual compression.";
     Ok(Section { title: "Training", intro: intro.into(), body: grid(&figures) })
+}
+
+/// One colour for each run, or for each method if one has several runs; and the legend.
+fn coloured(runs: &[&Run], series: Vec<Series>) -> (Vec<Series>, Vec<(String, bool)>) {
+    let mut methods: Vec<(&str, usize)> = Vec::new();
+    for run in runs {
+        match methods.iter_mut().find(|(method, _)| *method == run.meta.method) {
+            Some((_, count)) => *count += 1,
+            None => methods.push((&run.meta.method, 1)),
+        }
+    }
+    if methods.iter().all(|(_, count)| *count == 1) {
+        let entries = legend(&series);
+        return (series, entries);
+    }
+    let colour = |run: &Run| methods.iter().position(|(method, _)| *method == run.meta.method);
+    let series = series.into_iter().zip(runs).map(|(line, run)| Series { colour: colour(run), ..line });
+    let told = |(method, count): &(&str, usize)| match count {
+        1 => (method.to_string(), false),
+        _ => (format!("{method} · {count} runs"), false),
+    };
+    (series.collect(), methods.iter().map(told).collect())
 }
 
 fn by_epoch(y: &'static str, log_y: bool) -> Axes {
@@ -60,7 +83,9 @@ fn epochs(runs: &[&Run], of: fn(&Epoch) -> Option<f64>) -> Vec<Series> {
 }
 
 fn walked(runs: &[&Run], x: fn(&Point) -> f64) -> Vec<Series> {
-    let points = |run: &Run| points(run).iter().map(|point| (x(point), point.loss)).collect();
+    // What was not told is zero.
+    let told = |point: &Point| Some((x(point), point.loss)).filter(|(x, _)| *x > 0.0);
+    let points = |run: &Run| points(run).iter().filter_map(told).collect();
     let line = |run: &&Run| Series { name: name(run), points: points(run), ..Series::default() };
     runs.iter().map(line).collect()
 }
@@ -107,6 +132,28 @@ mod tests {
         // A file that begins where another run ended.
         let run = Run { meta: Meta { step: 10, ..Meta::default() }, ..run };
         assert_eq!(points(&run)[0], Point { bytes: 1000.0, seconds: 5.0, loss: 3.0 });
+    }
+
+    #[test]
+    fn runs_of_one_method_have_one_colour_and_others_one_each() {
+        let run = |method: &str| Run {
+            meta: Meta { method: method.into(), ..Meta::default() },
+            steps: vec![step(20, Some(3.0)), step(40, Some(1.0))],
+            ..Run::default()
+        };
+        let runs = [run("sgd"), run("rgc"), run("sgd")];
+        let of = |runs: &[&Run]| {
+            let (series, entries) = coloured(runs, walked(runs, |point| point.bytes));
+            let names: Vec<String> = entries.into_iter().map(|(name, _)| name).collect();
+            (series.iter().map(|line| line.colour).collect::<Vec<_>>(), names)
+        };
+        let all: Vec<&Run> = runs.iter().collect();
+        let (colours, names) = of(&all);
+        assert_eq!(colours, [Some(0), Some(1), Some(0)]);
+        assert_eq!(names, ["sgd · 2 runs", "rgc"]);
+        let (colours, names) = of(&all[..2]);
+        assert_eq!(colours, [None, None]);
+        assert_eq!(names, [name(all[0]), name(all[1])]);
     }
 
     #[test]
