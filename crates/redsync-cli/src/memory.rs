@@ -2,7 +2,8 @@
 //! given back to the system in between, as GNU's library does by and by, it comes back page by page, which took up to a sixth of a step.
 #![allow(unsafe_code)]
 
-/// From now on freed memory stays with the process. Where the C library is another one nothing happens.
+/// From now on freed memory stays with the process, but for pieces that were mapped one by one and whole arenas of threads. Where the C
+/// library is another one nothing happens.
 pub fn keep_what_is_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

@@ -346,7 +346,7 @@ pub struct Config {
     /// `rgc+asq`, where they are those of the output layer. With the preset `paper` and the method `rgc-naive` they are f32 in any
     /// case.
     pub bf16: bool,
-    /// The largest norm of all gradients together. They are then clipped before they are accumulated, so the first waits for the
+    /// The largest norm of all gradients together, of which every rank clips its own to a share (ruling 8). They are then clipped before they are accumulated, so the first waits for the
     /// last, and compression overlaps with exchange only. None: each is compressed as soon as it is there.
     pub clip: Option<f32>,
     /// The last step can be taken back, which costs a second u and v; a loss scale needs it.
@@ -372,6 +372,13 @@ impl Config {
     /// Whether messages are as in the paper: plain indices and exact values, nothing of ours.
     pub(crate) fn is_plain(&self) -> bool {
         matches!(self.preset, Preset::Paper { .. }) || self.method == Method::RgcNaive
+    }
+
+    /// The part of a limit to which each of so many ranks clips its own gradients, which carry 1/N already. Gradients that have nothing in common
+    /// add up to the limit with N^(-1/2), the paper's, and equal ones with 1/N; N^(-3/4) is halfway (ruling 8).
+    pub(crate) fn clip_share(&self, ranks: usize) -> f64 {
+        let root = (ranks as f64).sqrt();
+        if self.is_plain() { 1.0 / root } else { 1.0 / (root * root.sqrt()) }
     }
 
     /// How messages travel, as far as it was decided.

@@ -16,12 +16,19 @@ pub(super) struct Alone {
     pub clip: Option<f32>,
     /// Steps that were made.
     pub steps: u64,
+    /// All of it that changes results, in words.
+    pub told: String,
 }
 
 impl Distributed {
     /// The local steps, if there are any: how many since the last exchange, and the weights on which the ranks agreed then.
     pub fn local(&self) -> Option<&Local> {
         self.alone.as_ref().map(|alone| &alone.local)
+    }
+
+    /// How many local steps were made in all.
+    pub fn steps_alone(&self) -> Option<u64> {
+        self.alone.as_ref().map(|alone| alone.steps)
     }
 
     /// Exchanges what the ranks found by local steps since the last exchange, though it is not time: before they are judged or saved. All
@@ -52,9 +59,13 @@ impl Distributed {
         let mut all = self.watch.take_kept();
         rest.into_iter().for_each(|(layer, gradient)| all[layer] = gradient);
         let Distributed { watch, sync, optimizer, alone, .. } = self;
-        let Some(Alone { local, clip, steps }) = alone else { return Ok(model) };
+        let Some(Alone { local, clip, steps, .. }) = alone else { return Ok(model) };
         let gradients: Vec<&[f32]> =
             all.iter().map(|gradient| gradient.as_ref().and_then(Values::host).unwrap_or_default()).collect();
+        if let Some(layer) = gradients.iter().position(|gradient| !is_finite(gradient)) {
+            let why = format!("the gradient of layer {} is not finite", sync.layers()[layer].name);
+            return Err(DistributedError::Model(why));
+        }
         let clipped = clip.and_then(|limit| clipped(&gradients, limit));
         let gradients = match &clipped {
             Some(clipped) => clipped.iter().map(|gradient| &gradient[..]).collect(),
@@ -69,6 +80,11 @@ impl Distributed {
             }
         })
     }
+}
+
+/// Without a branch on data, so that it is done in vectors.
+fn is_finite(gradient: &[f32]) -> bool {
+    !gradient.iter().fold(false, |bad, x| bad | !x.is_finite())
 }
 
 /// Gradients of a norm that is too large, brought down to the limit.

@@ -29,7 +29,8 @@ impl Distributed {
         self.with_layers(&walk(model), with)
     }
 
-    /// The module with other values, one vector for each layer. Whether all ranks say the same, [`Distributed::check`] finds out.
+    /// The module with other values, one vector for each layer. Whether all ranks say the same, [`Distributed::check`] finds out; with local
+    /// steps those on which the ranks agreed are replaced by [`Distributed::restore`].
     pub fn write<M: Module>(&self, model: M, weights: &[Vec<f32>]) -> Result<M, DistributedError> {
         if weights.len() != self.trained.len() {
             let why = format!("there are values for {} of {} layers", weights.len(), self.trained.len());

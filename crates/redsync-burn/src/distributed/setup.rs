@@ -55,7 +55,7 @@ impl Setup {
 
     /// Local steps: [`Distributed::step`] updates the weights by the gradients of this rank alone, and after every so many steps the ranks
     /// exchange the largest differences of their weights, which are applied at a rate, usually 1. Momentum and clipping of the
-    /// configuration are those of the steps.
+    /// configuration are those of the steps. A parameter must not be frozen meanwhile: what waits of it is exchanged all the same.
     pub fn local_steps(self, every: u64, rate: f32) -> Self {
         Setup { local: Some((every, rate)), ..self }
     }
@@ -79,12 +79,24 @@ impl Setup {
         let Setup { mut config, alike, local, .. } = self;
         config.agree.extend(agree);
         let (deadline, momentum, clip) = (config.deadline, config.momentum, config.clip);
+        let told = |every: u64, rate: f32| {
+            format!("exchanged every {every} at {rate}, with {momentum}, clipped at {clip:?}")
+        };
         if let Some((every, rate)) = local {
             if !place.is_host() {
                 return Err(DistributedError::Model(ELSEWHERE.into()));
             }
-            let steps = format!("exchanged every {every} at {rate}, with {momentum}, clipped at {clip:?}");
-            config.agree.push(("local steps".into(), steps));
+            if let Some(clip) = clip.filter(|clip| !(clip.is_finite() && *clip > 0.0)) {
+                return Err(DistributedError::Model(format!("clip must be a positive norm, got {clip}")));
+            }
+            if let Some(layer) = layers.iter().find(|layer| layer.momentum.is_some()) {
+                let why = format!(
+                    "layer {} has a momentum of its own, and with local steps all have one",
+                    layer.name
+                );
+                return Err(DistributedError::Model(why));
+            }
+            config.agree.push(("local steps".into(), told(every, rate)));
             // What is exchanged then are differences of weights.
             (config.momentum, config.clip) = (Momentum::None, None);
         }
@@ -103,7 +115,7 @@ impl Setup {
         };
         if let Some((every, rate)) = local {
             let local = made.read(&model, |weights| Local::new(every, rate, weights.iter().copied()))??;
-            made.alone = Some(Alone { local, clip, steps: 0 });
+            made.alone = Some(Alone { local, clip, steps: 0, told: told(every, rate) });
         }
         Ok((model, made))
     }

@@ -22,8 +22,9 @@ const MODEL_FILE: &str = "model.safetensors";
 /// Its format.
 const FORMAT: &str = "redsync-distributed";
 
-/// How many local steps were made.
+/// How many local steps were made, and of what kind.
 const STEPS: &str = "local-steps";
+const KIND: &str = "local-steps-are";
 const BETWEEN: &str = "local steps are saved right behind an exchange: agree comes before save";
 
 /// The numbers of these collectives; the synchronizer's own are above and at the bottom, the trainer's between.
@@ -96,7 +97,8 @@ impl Distributed {
     }
 
     /// The module as it is to be judged, without gradients, dropout and the like: running statistics, which every rank gathers from its own
-    /// data, are averaged. All ranks call this between two steps, and get the same.
+    /// data, are averaged. All ranks call this between two steps, and get the same; with local steps only behind an exchange
+    /// ([`Distributed::agree`]).
     pub fn valid<M: Module>(&self, model: &M) -> Result<M, DistributedError> {
         let valid = self.averaged_statistics(model.valid());
         self.or_give_up(valid)
@@ -167,7 +169,10 @@ impl Distributed {
         }
         if self.comm.rank() == 0 {
             let mut about = About::from([("replica-hash".into(), format!("{hash:016x}"))]);
-            about.extend(self.alone.as_ref().map(|alone| (STEPS.into(), alone.steps.to_string())));
+            if let Some(alone) = &self.alone {
+                about.insert(STEPS.into(), alone.steps.to_string());
+                about.insert(KIND.into(), alone.told.clone());
+            }
             let moments = moments.iter().filter(|_| self.alone.is_none());
             let moments = moments.map(|(name, values)| (name.as_str(), *values));
             let alike: Vec<_> = alike.into_iter().map(read).collect::<Result<_, DistributedError>>()?;
@@ -180,7 +185,7 @@ impl Distributed {
     }
 
     /// Goes on from what [`Distributed::save`] wrote: the module comes back with its values. All ranks call this between two steps; another
-    /// number of ranks goes on with the same weights.
+    /// number of ranks goes on with the same weights, and after local steps with the moments of the first rank.
     pub fn load<M: Module>(&mut self, dir: &Path, model: M) -> Result<M, DistributedError> {
         let loaded = self.loaded(dir, model);
         self.or_give_up(loaded)
@@ -192,6 +197,11 @@ impl Distributed {
         let file::Content { about, mut tensors } = file::read(&path, FORMAT)?;
         let hash = about.get("replica-hash").and_then(|hash| u64::from_str_radix(hash, 16).ok());
         let hash = hash.ok_or_else(|| wrong("it does not say its replica-hash".into()))?;
+        let (was, is) = (about.get(KIND), self.alone.as_ref().map(|alone| &alone.told));
+        if was != is {
+            let said = |kind: Option<&String>| kind.map_or("none".into(), String::clone);
+            return Err(wrong(format!("local steps were {}, are {}", said(was), said(is))));
+        }
         let mut own: BTreeMap<_, _> = self.sync.load_for(dir, hash)?.into_iter().collect();
         drop(model.valid()); // nothing that was gathered before may come after what is loaded
         let mut held = HashMap::new();
@@ -213,7 +223,7 @@ impl Distributed {
         let model = put(model, held)?;
         if self.alone.is_some() {
             let steps = about.get(STEPS).and_then(|steps| steps.parse().ok());
-            let steps = steps.ok_or_else(|| wrong("it is of a run without local steps".into()))?;
+            let steps = steps.ok_or_else(|| wrong("it does not say how many steps were made".into()))?;
             let copy = |layers: &[&[f32]]| layers.iter().map(|layer| layer.to_vec()).collect();
             let weights = self.read(&model, copy)?;
             self.alone.as_mut().map_or(Ok(()), |alone| {

@@ -84,7 +84,9 @@ impl Watch {
         Arc::new(move |layer, gradient| {
             if watch.keeps {
                 let mut come = watch.come();
-                come.layers[layer] = true;
+                if std::mem::replace(&mut come.layers[layer], true) {
+                    come.failure.get_or_insert(DistributedError::Model(AGAIN.into()));
+                }
                 come.kept[layer] = Some(values(gradient));
                 return;
             }
@@ -98,6 +100,8 @@ impl Watch {
         })
     }
 }
+
+const AGAIN: &str = "a watched parameter got a second gradient before a step: gradients of several passes are added up unwatched";
 
 struct Watching<'a, const E: usize> {
     watch: &'a Watch,

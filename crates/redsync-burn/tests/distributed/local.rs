@@ -91,10 +91,41 @@ fn local_steps_go_on_to_the_same_bits() {
         let other = steps(0..2, other, &mut again).expect("steps");
         let other = again.agree(other).expect("an exchange");
         let loaded = again.load(&kept, other).expect("the checkpoint");
+        assert_eq!(again.steps_alone(), Some(5));
         let resumed = steps(5..12, loaded, &mut again).expect("steps");
         (bits(&net), bits(&resumed))
     });
     ended.iter().for_each(|(never_stopped, resumed)| assert_eq!(never_stopped, resumed));
+}
+
+#[test]
+fn a_checkpoint_of_other_local_steps_or_of_none_is_refused_before_anything_changes() {
+    let dir = TempDir::new().expect("a directory");
+    let kept: PathBuf = dir.path().join("kept");
+    let said = run(1, move |_, comm| {
+        // Without momentum, nothing else tells them apart.
+        let config = || config(Method::RgcTwoBit, 0.1);
+        let (net, mut distributed) = every(2, config(), comm.clone());
+        let net = steps(0..2, net, &mut distributed).expect("steps");
+        distributed.save(&kept, &net).expect("a checkpoint");
+        let refused =
+            |mut other: Distributed, net: Net| other.load(&kept, net).expect_err("a refusal").to_string();
+        let (net, plain) = Distributed::new(Net::new(), config(), comm.clone()).expect("a module");
+        let (other, rarer) = every(3, config(), local());
+        (refused(plain, net), refused(rarer, other))
+    });
+    let (plain, rarer) = &said[0];
+    assert!(
+        plain.ends_with(
+            "local steps were exchanged every 2 at 1, with no momentum, clipped at None, are none"
+        ),
+        "{plain}"
+    );
+    assert!(rarer.contains("are exchanged every 3 at 1"), "{rarer}");
+}
+
+fn local() -> Comm {
+    std::sync::Arc::new(redsync_comm::local::group(1).remove(0))
 }
 
 #[test]
@@ -121,6 +152,31 @@ fn what_makes_no_sense_with_local_steps_is_refused() {
         setup.make(Net::new(), comm).err().expect("a refusal").to_string()
     });
     assert_eq!(never[0], "every must be a whole number of steps from 1 on, got 0");
+    let made = |config: fn() -> Config, layer: fn(Layer) -> Layer| {
+        run(1, move |_, comm| {
+            let setup = Distributed::setup(config()).layers(layer).local_steps(2, 1.0);
+            setup.make(Net::new(), comm).err().expect("a refusal").to_string()
+        })
+        .remove(0)
+    };
+    let clipped = made(|| Config { clip: Some(-1.0), ..momentum() }, |layer| layer);
+    assert_eq!(clipped, "clip must be a positive norm, got -1");
+    let own = made(momentum, |layer| Layer { momentum: Some(Momentum::Plain(0.5)), ..layer });
+    assert_eq!(own, "layer conv.weight has a momentum of its own, and with local steps all have one");
+    let again = refused(|net, mut distributed| {
+        distributed.begin(RATE).expect("a step");
+        for step in 0..2 {
+            drop(net.loss(batch(0, step), Some(&distributed.watch())).backward());
+        }
+        distributed.step(RATE, net, GradientsParams::new()).expect_err("a refusal").to_string()
+    });
+    assert!(again.starts_with("a watched parameter got a second gradient before a step"), "{again}");
+    let not_finite = refused(|net, mut distributed| {
+        let loss = net.loss(batch(0, 0), None) * f32::INFINITY;
+        let gradients = GradientsParams::from_grads(loss.backward(), &net);
+        distributed.step(RATE, net, gradients).expect_err("a refusal").to_string()
+    });
+    assert_eq!(not_finite, "the gradient of layer conv.weight is not finite");
     let unlike = run(2, |rank, comm| {
         let setup = Distributed::setup(momentum()).local_steps(2 + rank as u64, 1.0);
         setup.make(Net::new(), comm).err().expect("a refusal").to_string()
@@ -157,7 +213,7 @@ fn a_module_that_is_not_alike_is_refused_where_it_was_said_to_be() {
         let refused = Distributed::setup(momentum()).alike().make(Net::new(), comm);
         refused.err().expect("weights that differ").to_string()
     });
-    assert!(said.iter().all(|said| !said.is_empty()), "{said:?}");
+    assert!(said.iter().all(|said| said.contains("replicas differ")), "{said:?}");
 }
 
 #[test]

@@ -53,12 +53,16 @@ pub(super) fn choose<E: Elements>(
         floor * LOWER
     };
     // What is remembered of the least chosen is a mean over the steps, of its logarithm, in which each counts half as much as the next: it
-    // is a step behind a steady growth, and halves the chance in a single one. While a residual fills up its threshold rises from step
-    // to step, ever more slowly: three quarters of the rise are safe to expect. A fall is expected to go on.
-    let before = if memory.least > 0.0 { memory.least } else { least };
-    let growth = if least > 0.0 { (least / before).clamp(0.5, 2.0).sqrt() } else { 0.5 };
+    // is a step behind a steady growth, and halves the chance in a single one. A jump, as when the density changes, is no growth: the mean
+    // begins anew.
+    let ratio = if memory.least > 0.0 { least / memory.least } else { 1.0 };
+    let (growth, least) = match (0.5..=2.0).contains(&ratio) {
+        true if memory.least > 0.0 => (ratio.sqrt(), memory.least.sqrt() * least.sqrt()),
+        _ => (1.0, least),
+    };
+    // While a residual fills up its threshold rises from step to step, ever more slowly: three quarters of the rise are safe to expect. A
+    // fall is expected to go on.
     let trend = if growth > 1.0 { 1.0 + 0.75 * (growth - 1.0) } else { growth };
-    let least = before.sqrt() * least.sqrt();
     *memory = Remembered { threshold: (wanted * trend).min(f32::MAX), least, searched: 0 };
     Ok(())
 }

@@ -141,6 +141,7 @@ impl<K: Kernels> Resident<K> {
     fn narrow(&mut self, seek: Seek, keep: usize, workspace: &mut Workspace) -> Result<(), DeviceError> {
         let (mut prefix, mut above) = (0u32, 0usize);
         for (at, digit) in Digit::ALL.into_iter().enumerate() {
+            debug_assert!(above < keep);
             // The value of the digit that the last of those has that must not be lost.
             let edge = self.kernels.edge(seek.phase, digit, prefix, above, keep)?;
             (prefix, above) = (prefix << digit.bits | edge.bin, edge.above);

@@ -190,7 +190,7 @@ impl Send {
 
     /// The factor that brings the norm of all gradients, which already carry 1/N, down to the limit times N^(-1/2).
     fn clipping(&mut self, limit: f32, gradients: &[Option<Box<dyn Source>>]) -> Result<f32, SyncError> {
-        let ranks = self.shared.comm.size() as f64;
+        let ranks = self.shared.comm.size();
         let mut squares = 0.0;
         for (layer, source) in gradients.iter().enumerate() {
             let Some(source) = source else { continue };
@@ -202,8 +202,9 @@ impl Send {
             }
             squares += sum;
         }
-        let scale = f64::from(self.loss_scale.unwrap_or(1.0)) * ranks;
-        let (norm, limit) = (squares.sqrt() / scale, f64::from(limit) / ranks.sqrt());
+        let scale = f64::from(self.loss_scale.unwrap_or(1.0)) * ranks as f64;
+        let share = self.shared.config.clip_share(ranks);
+        let (norm, limit) = (squares.sqrt() / scale, f64::from(limit) * share);
         Ok(if norm > limit { (limit / norm) as f32 } else { 1.0 })
     }
 

@@ -8,7 +8,9 @@ mod plain;
 use pair::{Bench, Far, config, event, noise, run, run_large};
 use plain::Plain;
 use proptest::prelude::*;
-use redsync_core::{Adam, Compressor, Config, ConfigError, Momentum, Sparse, Values, Workspace};
+use redsync_core::{
+    Adam, Compressor, Config, ConfigError, Density, Momentum, Sending, Sparse, Values, Workspace,
+};
 use redsync_engine::offload::Offloaded;
 use redsync_engine::{LayerCompressor, Source};
 
@@ -74,6 +76,27 @@ fn in_the_usual_step_twelve_bytes_per_sent_element_cross() {
         let bound = if values == Values::EightBit { 13.0 } else { 12.0 };
         assert!(crossed <= bound, "{values:?}: {crossed}");
     }
+}
+
+/// A warm-up changes the density by four at once.
+#[test]
+fn a_jump_of_the_threshold_costs_one_look_through_the_layer_and_not_one_for_each_of_many_steps() {
+    let n = 200_000;
+    let config = Config { density: Density::new(0.016).unwrap(), ..Config::default() };
+    let mut device = Offloaded::new(0, "layer", n, config, Plain::new(n)).unwrap();
+    let (mut workspace, mut message) = (Workspace::new(1), Sparse::new());
+    let mut looked = Vec::new();
+    for step in 0..120 {
+        if step == 60 || step == 90 {
+            let density = Density::new(if step == 60 { 0.001 } else { 0.016 }).unwrap();
+            device.set_sending(Sending { density, values: config.values, masking: config.masking });
+        }
+        device.accumulate(step, &Far::F32(noise(n, step)), 1.0, &mut workspace).unwrap();
+        device.select(step, &mut message, &mut workspace).unwrap();
+        looked.push(device.kernels().passes.take() > 0);
+    }
+    let times = |steps: std::ops::Range<usize>| looked[steps].iter().filter(|looked| **looked).count();
+    assert!(times(60..90) <= 2 && times(90..120) <= 2, "{:?}, {:?}", &looked[60..90], &looked[90..120]);
 }
 
 #[test]

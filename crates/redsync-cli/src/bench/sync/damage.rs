@@ -70,6 +70,10 @@ impl Communicator for Damaging {
         self.inner.name()
     }
 
+    fn host(&self) -> Option<String> {
+        self.inner.host()
+    }
+
     fn allgather(&self, tag: Tag, message: Vec<u8>) -> Pending<Gathered> {
         self.inner.allgather(tag, self.damage.apply(tag, message))
     }
