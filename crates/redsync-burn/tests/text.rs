@@ -136,7 +136,14 @@ fn kept() -> PathBuf {
 /// By the defaults of the version that made it.
 fn as_kept(dir: &Path) -> Settings {
     let settings = with_checkpoint(dir);
-    Settings { dense_below: Some(256), rest: Rest::F32, bf16: false, at_least: 0, ..settings }
+    Settings {
+        dense_below: Some(256),
+        rest: Rest::F32,
+        bf16: false,
+        at_least: 0,
+        clip_power: 0.5,
+        ..settings
+    }
 }
 
 #[test]

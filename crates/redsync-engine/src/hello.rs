@@ -24,7 +24,7 @@ fn of_run(layers: &[Layer], config: &Config) -> Identity {
         ("keep", config.keep.to_string()),
         ("the period of second moments", config.moment_period().to_string()),
         ("bf16", config.bf16.to_string()),
-        ("clip", config.clip.map_or("none".into(), |clip| clip.to_string())),
+        ("clip", config.clip_told()),
         ("the number of layers", layers.len().to_string()),
     ]
     .map(|(name, value)| (name.to_string(), value))

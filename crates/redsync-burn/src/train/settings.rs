@@ -113,6 +113,7 @@ pub struct Settings {
     pub lr_warm_up_epochs: f64,
     pub weight_decay: f32,
     pub clip: Option<f32>,
+    pub clip_power: f32,
     pub seed: u64,
     pub train_limit: Option<usize>,
     pub test_limit: Option<usize>,
@@ -200,6 +201,7 @@ impl Settings {
             lr_warm_up_epochs: if words { 0.0 } else { 1.0 },
             weight_decay: if words { 0.0 } else { 5e-4 },
             clip: words.then_some(0.25),
+            clip_power: Config::default().clip_power,
             seed: 1,
             train_limit: None,
             test_limit: None,
@@ -246,6 +248,7 @@ impl Settings {
             share_moments: self.share_moments,
             bf16: self.bf16,
             clip: self.clip,
+            clip_power: self.clip_power,
             deadline: self.deadline,
             threads: self.threads,
             ..Config::default()
@@ -275,6 +278,9 @@ impl Settings {
         }
         if self.clip.is_some_and(|clip| !(clip > 0.0 && clip.is_finite())) {
             return refuse(format!("clip must be a positive norm, got {}", self.clip.unwrap_or_default()));
+        }
+        if !(0.0..=1.0).contains(&self.clip_power) {
+            return refuse(format!("clip-power must be from 0 to 1, got {}", self.clip_power));
         }
         if !(self.keep > 0.0 && self.keep <= 1.0) {
             return refuse(format!("keep must be above 0 and at most 1, got {}", self.keep));

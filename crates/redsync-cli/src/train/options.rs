@@ -148,6 +148,10 @@ pub struct Options {
     /// Largest norm of all gradients together; 0 for none [default: 0.25 for LSTMs, none for others]
     #[arg(long, help_heading = "Training")]
     pub clip: Option<f32>,
+    /// Each of N workers clips its own gradients to N to the power of minus this of its share: 0.5, as the paper has it, for gradients
+    /// that have nothing in common, 1 for equal ones; nothing if all is dense [default: 0.75]
+    #[arg(long, help_heading = "Training", value_name = "POWER")]
+    pub clip_power: Option<f32>,
 
     /// Directory for metrics.jsonl and TensorBoard's event file [default: a new one under runs/]
     #[arg(long, help_heading = "Results", value_name = "DIR")]
@@ -184,7 +188,7 @@ impl Options {
         Ok(
             first!(self, file; model data data_dir download train_limit test_limit seed comm workers threads deadline method
             density at_least warm_up warm_up_epochs dense_below rest exchange ranks_per_host every outer_rate keep share_moments auto paper masking bf16 epochs batch_size bptt optimizer momentum beta2 lr schedule
-            lr_warm_up_epochs weight_decay clip out log_every check_every checkpoint_dir checkpoint_every stop_after),
+            lr_warm_up_epochs weight_decay clip clip_power out log_every check_every checkpoint_dir checkpoint_every stop_after),
         )
     }
 
@@ -223,6 +227,7 @@ impl Options {
         s.share_moments = self.share_moments;
         (s.dense_below, s.checkpoint_dir) = (self.dense_below, self.checkpoint_dir.clone());
         s.ranks_per_host = self.ranks_per_host;
+        s.clip_power = self.clip_power.unwrap_or(s.clip_power);
         if let Some(clip) = self.clip {
             s.clip = (clip != 0.0).then_some(clip);
         }
