@@ -222,7 +222,7 @@ def test_clipping_happens_before_accumulation(warmup):
             if number >= warmup:
                 for gradient in gradients:
                     gradient.div_(ranks)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), limit / ranks**0.5)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), limit / ranks**0.75)
             for gradient in gradients:
                 torch.distributed.all_reduce(gradient)
             if number < warmup:
