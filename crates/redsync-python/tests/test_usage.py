@@ -138,7 +138,7 @@ def test_step_with_a_closure_is_refused():
         (lambda rank: {"warmup": rank}, "warm-up is 1 dense steps there, 0 dense steps here"),
         (lambda rank: {"warmup": [None, 0][rank]}, "warm-up is 0 dense steps there, a ramp of 2000 steps here"),
         (lambda rank: {"rest": ["8bit", "f32"][rank]}, "the choice for 0.bias is dense there, dense+8bit here"),
-        (lambda rank: {"clip": [None, 0.5][rank]}, "clip is 0.5 there, none here"),
+        (lambda rank: {"clip": [None, 0.5][rank]}, "clip is 0.5, to N^-0.75 of it on each rank there, none here"),
         (
             lambda rank: {"plan": [{}, {"0.weight": "dense"}][rank]},
             "the choice for 0.weight is dense there, carried+asq here",
