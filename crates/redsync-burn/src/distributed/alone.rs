@@ -7,6 +7,7 @@ use super::place::Values;
 use super::{Distributed, DistributedError};
 use burn::module::Module;
 use burn::optim::GradientsParams;
+use redsync_core::Gradient;
 use redsync_engine::Local;
 
 /// What local steps need from step to step, beside the optimizer.
@@ -62,7 +63,8 @@ impl Distributed {
         let Some(Alone { local, clip, steps, .. }) = alone else { return Ok(model) };
         let gradients: Vec<&[f32]> =
             all.iter().map(|gradient| gradient.as_ref().and_then(Values::host).unwrap_or_default()).collect();
-        if let Some(layer) = gradients.iter().position(|gradient| !is_finite(gradient)) {
+        let bad = |gradient: &&[f32]| Gradient::F32(gradient).first_not_finite().is_some();
+        if let Some(layer) = gradients.iter().position(bad) {
             let why = format!("the gradient of layer {} is not finite", sync.layers()[layer].name);
             return Err(DistributedError::Model(why));
         }
@@ -80,11 +82,6 @@ impl Distributed {
             }
         })
     }
-}
-
-/// Without a branch on data, so that it is done in vectors.
-fn is_finite(gradient: &[f32]) -> bool {
-    !gradient.iter().fold(false, |bad, x| bad | !x.is_finite())
 }
 
 /// Gradients of a norm that is too large, brought down to the limit.

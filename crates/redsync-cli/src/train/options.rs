@@ -148,7 +148,7 @@ pub struct Options {
     /// Largest norm of all gradients together; 0 for none [default: 0.25 for LSTMs, none for others]
     #[arg(long, help_heading = "Training")]
     pub clip: Option<f32>,
-    /// Each of N workers clips its own gradients to N to the power of minus this of its share: 0.5, as the paper has it, for gradients
+    /// Each of N workers clips its own gradients to the limit times N to the power of minus this: 0.5, as the paper has it, for gradients
     /// that have nothing in common, 1 for equal ones; nothing if all is dense [default: 0.75]
     #[arg(long, help_heading = "Training", value_name = "POWER")]
     pub clip_power: Option<f32>,
