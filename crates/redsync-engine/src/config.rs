@@ -377,6 +377,19 @@ impl Config {
         matches!(self.preset, Preset::Paper { .. }) || self.method == Method::RgcNaive
     }
 
+    /// Refuses a limit that is no norm, or a share that is none.
+    pub fn check_clip(&self) -> Result<(), String> {
+        match (self.clip, self.clip_power) {
+            (Some(clip), _) if !(clip.is_finite() && clip > 0.0) => {
+                Err(format!("clip must be a positive norm, got {clip}"))
+            }
+            (_, power) if !(0.0..=1.0).contains(&power) => {
+                Err(format!("clip-power must be from 0 to 1, got {power}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The part of a limit to which each of so many ranks clips its own gradients, which carry 1/N already.
     pub(crate) fn clip_share(&self, ranks: usize) -> f64 {
         let (n, root) = (ranks as f64, (ranks as f64).sqrt());

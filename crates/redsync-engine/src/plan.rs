@@ -70,13 +70,7 @@ pub fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncErr
             layer.name
         )));
     }
-    if let Some(clip) = config.clip.filter(|clip| !(clip.is_finite() && *clip > 0.0)) {
-        return Err(SyncError::Layers(format!("clip must be a positive norm, got {clip}")));
-    }
-    if !(0.0..=1.0).contains(&config.clip_power) {
-        let power = config.clip_power;
-        return Err(SyncError::Layers(format!("clip-power must be from 0 to 1, got {power}")));
-    }
+    config.check_clip().map_err(SyncError::Layers)?;
     Ok(layers.iter().map(|layer| choice(layer, config)).collect())
 }
 

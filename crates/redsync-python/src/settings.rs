@@ -30,6 +30,7 @@ pub struct Settings {
     bf16: bool,
     warm_up: (String, u64),
     clip: Option<f32>,
+    clip_power: f32,
     undo: bool,
     deadline: f64,
     threads: usize,
@@ -125,6 +126,7 @@ impl Settings {
             share_moments: self.share_moments,
             bf16: self.bf16,
             clip: self.clip,
+            clip_power: self.clip_power,
             undo: self.undo,
             deadline: deadline.map_err(|_| {
                 wrong(format!("deadline must be a positive number of seconds, got {}", self.deadline))

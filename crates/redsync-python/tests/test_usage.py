@@ -53,6 +53,7 @@ def attach(make_model=lambda: ddp(mlp()), make_optimizer=sgd, **settings):
         ({"density": "some"}, "density"),
         ({"clip": -1.0}, "clip must be a positive norm, got -1"),
         ({"clip": "much"}, "clip"),
+        ({"clip": 1.0, "clip_power": 2.0}, "clip-power must be from 0 to 1, got 2"),
         ({"deadline": 0}, "deadline"),
     ],
 )
@@ -139,6 +140,7 @@ def test_step_with_a_closure_is_refused():
         (lambda rank: {"warmup": [None, 0][rank]}, "warm-up is 0 dense steps there, a ramp of 2000 steps here"),
         (lambda rank: {"rest": ["8bit", "f32"][rank]}, "the choice for 0.bias is dense there, dense+8bit here"),
         (lambda rank: {"clip": [None, 0.5][rank]}, "clip is 0.5, to N^-0.75 of it on each rank there, none here"),
+        (lambda rank: {"clip": 0.5, "clip_power": [1.0, 0.5][rank]}, "clip is 0.5 there, 0.5, to N^-1 of it on each rank here"),
         (
             lambda rank: {"plan": [{}, {"0.weight": "dense"}][rank]},
             "the choice for 0.weight is dense there, carried+asq here",

@@ -86,9 +86,7 @@ impl Setup {
             if !place.is_host() {
                 return Err(DistributedError::Model(ELSEWHERE.into()));
             }
-            if let Some(clip) = clip.filter(|clip| !(clip.is_finite() && *clip > 0.0)) {
-                return Err(DistributedError::Model(format!("clip must be a positive norm, got {clip}")));
-            }
+            config.check_clip().map_err(DistributedError::Model)?;
             if let Some(layer) = layers.iter().find(|layer| layer.momentum.is_some()) {
                 let why = format!(
                     "layer {} has a momentum of its own, and with local steps all have one",

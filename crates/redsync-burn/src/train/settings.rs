@@ -276,12 +276,8 @@ impl Settings {
         if !(0.0..1.0).contains(&self.weight_decay) {
             return refuse(format!("weight-decay must be at least 0 and below 1, got {}", self.weight_decay));
         }
-        if self.clip.is_some_and(|clip| !(clip > 0.0 && clip.is_finite())) {
-            return refuse(format!("clip must be a positive norm, got {}", self.clip.unwrap_or_default()));
-        }
-        if !(0.0..=1.0).contains(&self.clip_power) {
-            return refuse(format!("clip-power must be from 0 to 1, got {}", self.clip_power));
-        }
+        let clipping = Config { clip: self.clip, clip_power: self.clip_power, ..Config::default() };
+        clipping.check_clip().map_err(TrainError::Setting)?;
         if !(self.keep > 0.0 && self.keep <= 1.0) {
             return refuse(format!("keep must be above 0 and at most 1, got {}", self.keep));
         }
