@@ -1,8 +1,8 @@
-"""One rank of `lab/wall-clock`: trains gpt-small by AdamW under PyTorch with one way to exchange, and keeps the loss and the time of every step.
+"""One rank of `lab/wall-clock`: trains gpt-small by AdamW with one way to exchange, and keeps loss and time of every step.
 
-Comes in: a method, a text, the process group's environment. Goes out, from rank 0: a JSON file. What must hold: all methods see the same
-model, text, windows, rate and clipping; nothing but what the method sends crosses the network during the measured steps, and bytes are
-those of the network device, headers of TCP included.
+Comes in: a method, a text, the process group's environment. Goes out, from rank 0: a JSON file. What must hold: all methods see
+the same model, text, windows, rate and clipping; nothing but what the method sends crosses the network during the measured steps,
+and bytes are those of the network device, headers of TCP included.
 """
 
 import argparse
@@ -137,19 +137,9 @@ def main() -> None:
     dist.all_reduce(mean)
     if rank == 0:
         steps = [later - earlier for earlier, later in itertools.pairwise([0.0, *seconds])]
-        about = {
-            "method": arguments.method,
-            "hosts": ranks,
-            "link": arguments.link,
-            "seed": arguments.seed,
-            "ramp": arguments.ramp,
-        }
-        found = {
-            **about,
-            "bytes": traffic,
-            "seconds": [round(s, 4) for s in steps],
-            "loss": [round(x, 4) for x in (mean / ranks).tolist()],
-        }
+        told = {name: getattr(arguments, name) for name in ("method", "link", "seed", "ramp")}
+        rounded = {"seconds": [round(s, 4) for s in steps], "loss": [round(x, 4) for x in (mean / ranks).tolist()]}
+        found = {**told, "hosts": ranks, "bytes": traffic, **rounded}
         arguments.out.write_text(json.dumps(found) + "\n")
     dist.barrier()
 
