@@ -118,11 +118,6 @@ impl Registers for Avx2 {
     }
 
     #[inline(always)]
-    fn soon(self, from: *const f32) {
-        avx2!(_mm_prefetch::<_MM_HINT_T0>(from.cast()));
-    }
-
-    #[inline(always)]
     fn add(self, a: __m256, b: __m256) -> __m256 {
         avx2!(_mm256_add_ps(a, b))
     }

@@ -114,11 +114,6 @@ impl Registers for Avx512 {
     }
 
     #[inline(always)]
-    fn soon(self, from: *const f32) {
-        avx512!(_mm_prefetch::<_MM_HINT_T0>(from.cast()));
-    }
-
-    #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
         avx512!(_mm512_add_ps(a, b))
     }

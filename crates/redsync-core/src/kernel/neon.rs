@@ -78,10 +78,6 @@ impl Registers for Neon {
         unsafe { self.store(to, x) }
     }
 
-    // Stable Rust has no instruction for it here.
-    #[inline(always)]
-    fn soon(self, _: *const f32) {}
-
     #[inline(always)]
     fn add(self, [a, b]: Self::Floats, [c, d]: Self::Floats) -> Self::Floats {
         neon!([vaddq_f32(a, c), vaddq_f32(b, d)])

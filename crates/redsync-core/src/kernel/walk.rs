@@ -15,10 +15,6 @@ use crate::phase::Lens;
 /// Blocks whose hits are looked at together, one bit in a word for each.
 const GROUP: usize = u64::BITS as usize;
 
-/// Lines of memory, of 16 floats each, that are asked for before candidates are looked for.
-const AHEAD: usize = 6;
-const LINE: usize = 16;
-
 /// Magnitudes from here on, as integers, are those of infinity and NaN.
 const NOT_FINITE: u32 = 0x7f80_0000;
 
@@ -51,8 +47,6 @@ pub(super) trait Registers: Copy {
     /// # Safety
     /// All lanes must be writable, and the place aligned to the size of a register.
     unsafe fn stream(self, to: *mut f32, x: Self::Floats);
-    /// Asks memory for what will be read soon, where the machine can; nothing is read, so that any address will do.
-    fn soon(self, from: *const f32);
     /// Sums.
     fn add(self, a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// Products.
@@ -162,9 +156,8 @@ unsafe fn pass_lanes<R: Registers, const KIND: u8, const STATS: bool, const SAVE
         // end its right to write on.
         let written = unsafe { std::slice::from_raw_parts(v.cast_const(), n) };
         let at = first * BLOCK;
-        first += rows;
-        walk.soon::<KIND>(first);
         push_hits(registers, plan.lens, floor, &written[at..], slices.base + at as u32, hits, found);
+        first += rows;
     }
     let finite = !registers.any_above(walk.largest, registers.bits(NOT_FINITE - 1));
     let lanes = registers.stat_lanes(walk.stats);
@@ -217,18 +210,6 @@ impl<R: Registers> Walk<R> {
             hits |= unsafe { self.block::<KIND, STATS, SAVE>(first + row) } << row;
         }
         hits
-    }
-
-    /// Asks for the beginning of a block, so that memory does not rest while candidates are looked for.
-    #[inline(always)]
-    fn soon<const KIND: u8>(&self, block: usize) {
-        for line in (0..AHEAD).map(|line| block * BLOCK + line * LINE) {
-            self.registers.soon(self.v.wrapping_add(line));
-            self.registers.soon(self.gradient.wrapping_add(line));
-            if KIND != PLAIN {
-                self.registers.soon(self.u.wrapping_add(line));
-            }
-        }
     }
 
     /// The next second moment, and the root of it by which the momentum is divided.

@@ -75,8 +75,8 @@ def attach(
         clip: the largest norm of all gradients together, each rank's share of it, before they are accumulated; while everything is
             dense, of the averaged gradients. The first gradient then waits for the last. Clipping ``p.grad`` after the backward
             pass, as usual, clips what was exchanged instead.
-        clip_power: that share among N ranks is N to the power of minus this, where gradients carry 1/N: 0.5, as the paper has it, for
-            gradients that have nothing in common, 1 for equal ones. Nothing if all is dense, or with ``plan="paper"``.
+        clip_power: that share among N ranks is N to the power of minus this, where gradients carry 1/N: 0.5, as the paper has it,
+            for gradients that have nothing in common, 1 for equal ones. Nothing if all is dense, or with ``plan="paper"``.
         plan: ``carried`` (carried threshold, Rice-coded indices; ``auto`` is an older name of it), ``measured`` (the same, but
             machines and network are measured first, for some seconds, and only what is then predicted to be faster is compressed),
             ``paper`` (trimmed selection, plain indices and values of 32 bits, no warm-up unless given), or a choice for some
