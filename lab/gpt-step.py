@@ -15,46 +15,16 @@ import tempfile
 import time
 
 import torch
+from rivals import BYTES, gpt_small
 from torch import nn
 
-WIDTH, LAYERS, HEADS, BYTES, LONGEST, BATCH, WINDOW = 384, 6, 6, 256, 256, 2, 128
+BATCH, WINDOW = 2, 128
 STEPS = 20
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = (BATCH, WINDOW, HEADS, WIDTH // HEADS)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(BATCH, WINDOW, WIDTH))
-        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
-
-
-class Gpt(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.places = nn.Embedding(BYTES, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        hidden = self.bytes(x) + self.places.weight[:WINDOW]
-        logits = self.norm(self.blocks(hidden)) @ self.bytes.weight.T
-        return nn.functional.cross_entropy(logits.view(-1, BYTES), y.reshape(-1))
 
 
 def torch_step() -> float:
     torch.set_num_threads(1)
-    model = Gpt()
+    model = gpt_small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     times = []
     for _ in range(STEPS):
@@ -100,5 +70,5 @@ def main() -> None:
     print(f"median ratio {statistics.median(ours / theirs for ours, theirs in pairs):.2f}")
 
 
-assert math.isclose(sum(p.numel() for p in Gpt().parameters()), 10.84e6, rel_tol=0.01)
+assert math.isclose(sum(p.numel() for p in gpt_small().parameters()), 10.84e6, rel_tol=0.01)
 main()

@@ -13,50 +13,16 @@ import sys
 
 import torch
 import torch.distributed as dist
+from rivals import Gpt, gpt_tiny, power_sgd
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, LAYERS, HEADS, BYTES, CONTEXT = 128, 5, 4, 256, 128
 STREAMS, WINDOW, STEPS = 4, 64, 6000
 GROWS = 0.1
 """The part of the steps in which the rate grows; then it falls by a cosine to nothing."""
-DENSE = 10
-"""Steps with which PowerSGD begins dense."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(x.shape))
-        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
-
-
-class Gpt(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.places = nn.Embedding(BYTES, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # What is added to the stream is smaller the more often that happens.
-                often = math.sqrt(2 * LAYERS) if name.endswith(("out.weight", "down.weight")) else 1.0
-                nn.init.normal_(parameter, std=0.02 / often)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        logits = self.norm(self.blocks(self.bytes(x) + self.places.weight[: x.shape[1]])) @ self.bytes.weight.T
-        return nn.functional.cross_entropy(logits.view(-1, BYTES), y.reshape(-1))
+RANK, DENSE = 4, 10
+"""Of PowerSGD, and the steps with which it begins dense."""
 
 
 class Counted:
@@ -65,30 +31,16 @@ class Counted:
     def __init__(self) -> None:
         self.bytes = 0
 
-
-def power_sgd(model: DistributedDataParallel, counted: Counted) -> None:
-    # The hook starts collectives from callbacks, whose order differs among ranks: over gloo every bucket needs its own group.
-    states = {}
-
-    def hook(_, bucket):
-        index = bucket.index()
-        if index not in states:
-            states[index] = powerSGD_hook.PowerSGDState(dist.new_group(), matrix_approximation_rank=4, start_powerSGD_iter=DENSE)
-        state = states[index]
-        if state.iter < DENSE:
-            counted.bytes += 4 * bucket.buffer().numel()
-        else:
-            # As the hook has it: two factors of every matrix for which that is less, all others as they are.
-            for gradient in bucket.gradients():
-                rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
-                factors = min(4, rows, columns) * (rows + columns)
-                small = gradient.dim() > 1 and factors * state.min_compression_rate < gradient.numel()
-                counted.bytes += 4 * (factors if small else gradient.numel())
-        if not bucket.is_last():  # the hook counts steps by last buckets, and a state of its own would never see one
-            state.iter += 1
-        return powerSGD_hook.powerSGD_hook(state, bucket)
-
-    model.register_comm_hook(None, hook)
+    def bucket(self, bucket: dist.GradBucket, state: powerSGD_hook.PowerSGDState) -> None:
+        if state.iter < state.start_powerSGD_iter:
+            self.bytes += 4 * bucket.buffer().numel()
+            return
+        # As the hook has it: two factors of every matrix for which that is less, all others as they are.
+        for gradient in bucket.gradients():
+            rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
+            factors = min(RANK, rows, columns) * (rows + columns)
+            small = gradient.dim() > 1 and factors * state.min_compression_rate < gradient.numel()
+            self.bytes += 4 * (factors if small else gradient.numel())
 
 
 def rate(step: int, peak: float) -> float:
@@ -129,7 +81,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(arguments.seed)
-    net, counted = Gpt(), Counted()
+    net, counted = gpt_tiny(), Counted()
     model = DistributedDataParallel(net, init_sync=False)
     decayed = [p for p in net.parameters() if p.dim() == 2]
     others = [p for p in net.parameters() if p.dim() != 2]
@@ -140,7 +92,7 @@ def main() -> None:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
         counted.bytes = dense
     else:
-        power_sgd(model, counted)
+        power_sgd(model, RANK, DENSE, counted.bucket)
     text = read(arguments.data / "wiki.train.tokens", STREAMS * ranks * (STEPS * WINDOW + 1))
     streams = list(range(rank * STREAMS, (rank + 1) * STREAMS))
     recent = 0.0

@@ -16,8 +16,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from rivals import power_sgd
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH = 8
@@ -53,21 +54,6 @@ def nothing(_, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def power_sgd(rank: int, model: DistributedDataParallel) -> None:
-    # The hook starts collectives from callbacks, whose order differs among ranks: over gloo every bucket needs its own group.
-    states = {}
-
-    def hook(_, bucket):
-        index = bucket.index()
-        if index not in states:
-            states[index] = powerSGD_hook.PowerSGDState(dist.new_group(), matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        if not bucket.is_last():  # the hook counts steps by last buckets, and a state of its own would never see one
-            states[index].iter += 1
-        return powerSGD_hook.powerSGD_hook(states[index], bucket)
-
-    model.register_comm_hook(None, hook)
 
 
 def top_k(model: DistributedDataParallel, density: float = 0.001) -> None:
@@ -107,8 +93,8 @@ def install(name: str, model: DistributedDataParallel, optimizer: torch.optim.SG
         "none": lambda: model.register_comm_hook(None, nothing),
         "dense": lambda: model.register_comm_hook(None, default_hooks.allreduce_hook),
         "fp16": lambda: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
-        "powersgd-1": lambda: power_sgd(1, model),
-        "powersgd-4": lambda: power_sgd(4, model),
+        "powersgd-1": lambda: power_sgd(model, rank=1, dense=2),
+        "powersgd-4": lambda: power_sgd(model, rank=4, dense=2),
         "topk": lambda: top_k(model),
         "redsync": lambda: redsync_hook(model, optimizer),
     }

@@ -13,61 +13,15 @@ import time
 
 import torch
 import torch.distributed as dist
+from rivals import Gpt, gpt_small, power_sgd
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, LAYERS, HEADS, BYTES, BATCH, WINDOW = 384, 6, 6, 256, 2, 128
+BATCH, WINDOW = 2, 128
 RATE, GROWS, CLIP = 1e-3, 40, 1.0
 """The rate grows for so many steps and then stays."""
 METHODS = ("dense", "fp16", "powersgd-4", "redsync-1%", "redsync-0.1%", "average-8", "every-8")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = (BATCH, WINDOW, HEADS, WIDTH // HEADS)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(BATCH, WINDOW, WIDTH))
-        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
-
-
-class Gpt(nn.Module):
-    """10.8M parameters; the embedding of bytes is the output layer, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.places = nn.Embedding(BYTES, WIDTH), nn.Embedding(WINDOW, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        logits = self.norm(self.blocks(self.bytes(x) + self.places.weight)) @ self.bytes.weight.T
-        return nn.functional.cross_entropy(logits.view(-1, BYTES), y.reshape(-1))
-
-
-def power_sgd(model: DistributedDataParallel) -> None:
-    # The hook starts collectives from callbacks, whose order differs among ranks: over gloo every bucket needs its own group.
-    states = {}
-
-    def hook(_, bucket):
-        index = bucket.index()
-        if index not in states:
-            states[index] = powerSGD_hook.PowerSGDState(dist.new_group(), matrix_approximation_rank=4, start_powerSGD_iter=10)
-        if not bucket.is_last():  # the hook counts steps by last buckets, and a state of its own would never see one
-            states[index].iter += 1
-        return powerSGD_hook.powerSGD_hook(states[index], bucket)
-
-    model.register_comm_hook(None, hook)
 
 
 def prepare(method: str, net: Gpt, ramp: int):
@@ -83,7 +37,7 @@ def prepare(method: str, net: Gpt, ramp: int):
         case "fp16":
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         case "powersgd-4":
-            power_sgd(model)
+            power_sgd(model, rank=4, dense=10)
         case "average-8":
             redsync.attach(model, optimizer, every=8, method="sgd", deadline=600)
         case "every-8":
@@ -112,7 +66,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(arguments.seed)
-    model, optimizer, clips = prepare(arguments.method, Gpt(), arguments.ramp)
+    model, optimizer, clips = prepare(arguments.method, gpt_small(), arguments.ramp)
     text = torch.frombuffer(bytearray(arguments.text.read_bytes()), dtype=torch.uint8)
     # The same windows for every method; others for every rank.
     places = torch.Generator().manual_seed(1000 * arguments.seed + rank)
