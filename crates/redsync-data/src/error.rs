@@ -98,16 +98,16 @@ pub enum OrderError {
         /// The number of samples.
         len: usize,
     },
-    /// The streams are too short for one window.
+    /// The text is too short for a single step.
     #[error(
-        "{len} tokens are too few for {ranks} ranks with {batch} streams each and windows of {bptt}: one step takes {needed}"
+        "{len} tokens are too few for {ranks} ranks with {batch} at a time and windows of {bptt}: one step takes {needed}"
     )]
     FewTokens {
         /// The number of tokens.
         len: usize,
         /// The number of ranks.
         ranks: usize,
-        /// Streams per rank.
+        /// Streams or windows per rank.
         batch: usize,
         /// Tokens per window.
         bptt: usize,

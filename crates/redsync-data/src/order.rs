@@ -116,6 +116,59 @@ impl<'a> Streams<'a> {
     }
 }
 
+/// A text cut into windows of `bptt` tokens, one behind the other, that are shown in a new random order in each epoch: for networks that
+/// carry nothing from window to window. Neighbouring windows are of one subject, so in the order of the text the gradients of many
+/// steps would point the same way.
+///
+/// As with [`Epochs`], a global batch has the same windows however many ranks share it. Left out are the tokens behind the last window,
+/// and the windows of an epoch that do not fill a global batch.
+#[derive(Clone, Debug)]
+pub struct Windows<'a> {
+    tokens: &'a [u32],
+    bptt: usize,
+    epochs: Epochs,
+}
+
+impl<'a> Windows<'a> {
+    /// Cuts a text. It is only borrowed.
+    pub fn new(
+        tokens: &'a [u32],
+        ranks: usize,
+        batch: usize,
+        bptt: usize,
+        seed: u64,
+    ) -> Result<Self, OrderError> {
+        at_least_one(&[("ranks", ranks), ("windows in a batch", batch), ("tokens in a window", bptt)])?;
+        let len = tokens.len();
+        // One token more than the windows: the last target.
+        let needed = (ranks as u128).saturating_mul(batch as u128).saturating_mul(bptt as u128) + 1;
+        if needed > len as u128 {
+            return Err(OrderError::FewTokens { len, ranks, batch, bptt, needed });
+        }
+        Ok(Windows { tokens, bptt, epochs: Epochs::new((len - 1) / bptt, ranks, batch, seed)? })
+    }
+
+    /// The number of steps in an epoch, at least 1.
+    pub fn steps_per_epoch(&self) -> usize {
+        self.epochs.steps_per_epoch()
+    }
+
+    /// Inputs and targets of a rank at a step of an epoch, time-major as those of [`Streams::window`].
+    ///
+    /// # Panics
+    ///
+    /// If there is no such step or rank.
+    pub fn window(&mut self, epoch: u64, step: usize, rank: usize) -> (Vec<u32>, Vec<u32>) {
+        let (tokens, bptt) = (self.tokens, self.bptt);
+        let windows = self.epochs.indices(epoch, step, rank);
+        let from = |shift: usize| {
+            let at = |time: usize| windows.iter().map(move |window| tokens[*window as usize * bptt + time]);
+            (shift..bptt + shift).flat_map(at).collect()
+        };
+        (from(0), from(1))
+    }
+}
+
 fn at_least_one(counts: &[(&'static str, usize)]) -> Result<(), OrderError> {
     match counts.iter().find(|(_, count)| *count == 0) {
         Some(&(what, _)) => Err(OrderError::Zero { what }),

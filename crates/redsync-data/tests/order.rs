@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use redsync_data::OrderError;
-use redsync_data::order::{Epochs, Streams};
+use redsync_data::order::{Epochs, Streams, Windows};
 
 /// All indices of a step, rank after rank.
 fn global_batch(epochs: &mut Epochs, epoch: u64, step: usize, ranks: usize) -> Vec<u32> {
@@ -89,6 +89,29 @@ proptest! {
             prop_assert_eq!(part[time * batch + row], whole[time * ranks * batch + rank * batch + row]);
         }
     }
+
+    #[test]
+    fn shuffled_windows_show_each_place_at_most_once_in_an_epoch(
+        ranks in 1..4usize, batch in 1..5usize, bptt in 1..7usize, extra in 0..200usize, seed: u64, epoch: u64,
+    ) {
+        let len = ranks * batch * bptt + 1 + extra;
+        let tokens: Vec<u32> = (0..len as u32).collect();
+        let mut windows = Windows::new(&tokens, ranks, batch, bptt, seed).unwrap();
+        prop_assert_eq!(windows.steps_per_epoch(), (len - 1) / bptt / (ranks * batch));
+        let mut order = Epochs::new((len - 1) / bptt, ranks, batch, seed).unwrap();
+        let mut seen = Vec::new();
+        for (step, rank) in (0..windows.steps_per_epoch()).flat_map(|step| (0..ranks).map(move |rank| (step, rank))) {
+            let (inputs, targets) = windows.window(epoch, step, rank);
+            let places = order.indices(epoch, step, rank);
+            prop_assert_eq!((inputs.len(), targets.len()), (bptt * batch, bptt * batch));
+            for (at, (&input, &target)) in inputs.iter().zip(&targets).enumerate() {
+                prop_assert_eq!(input as usize, places[at % batch] as usize * bptt + at / batch);
+                prop_assert_eq!(target, input + 1);
+            }
+            seen.extend(inputs);
+        }
+        prop_assert!(distinct(seen, len));
+    }
 }
 
 /// Computed by other code from the definitions of SplitMix64 and xoshiro256++. If this fails, runs of before and after
@@ -117,12 +140,23 @@ fn sizes_without_a_single_step_are_refused() {
     assert!(matches!(Epochs::new(31, usize::MAX, usize::MAX, 0), Err(OrderError::FewSamples { .. })));
     let tokens = [0; 41];
     let error = Streams::new(&tokens, 2, 3, 6).unwrap_err();
-    let expected =
-        "41 tokens are too few for 2 ranks with 3 streams each and windows of 6: one step takes 42";
+    let expected = "41 tokens are too few for 2 ranks with 3 at a time and windows of 6: one step takes 42";
     assert_eq!(error.to_string(), expected);
     assert_eq!(Streams::new(&tokens, 2, 3, 0).unwrap_err(), OrderError::Zero { what: "tokens in a window" });
     assert!(matches!(
         Streams::new(&tokens, usize::MAX, usize::MAX, usize::MAX),
+        Err(OrderError::FewTokens { .. })
+    ));
+    assert!(Windows::new(&tokens, 2, 5, 4, 0).is_ok());
+    let error = Windows::new(&tokens[..40], 2, 5, 4, 0).unwrap_err();
+    let expected = "40 tokens are too few for 2 ranks with 5 at a time and windows of 4: one step takes 41";
+    assert_eq!(error.to_string(), expected);
+    assert_eq!(
+        Windows::new(&tokens, 2, 5, 0, 0).unwrap_err(),
+        OrderError::Zero { what: "tokens in a window" }
+    );
+    assert!(matches!(
+        Windows::new(&tokens, usize::MAX, usize::MAX, usize::MAX, 0),
         Err(OrderError::FewTokens { .. })
     ));
 }

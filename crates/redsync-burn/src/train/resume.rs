@@ -16,6 +16,9 @@ use std::path::{Path, PathBuf};
 /// Stands before what a run is in the description of its weights.
 const RUN: &str = "run/";
 
+/// In which order a transformer sees the windows of a text.
+const WINDOWS: &str = "windows";
+
 /// A checkpoint to go on from: its place, and the file that is the same for all ranks, read and found to be of this run.
 pub(super) struct Kept {
     place: PathBuf,
@@ -58,7 +61,8 @@ pub(super) fn find(settings: &Settings, ranks: usize) -> Result<Option<Kept>, Tr
 pub(super) fn identity(settings: &Settings, ranks: usize) -> Identity {
     let s = settings;
     let limit = |limit: Option<usize>| limit.map_or("none".into(), |limit| limit.to_string());
-    [
+    let windows = s.takes_bytes().then(|| (WINDOWS, "in random order".into()));
+    let all = [
         ("model", s.model.clone()),
         ("data", s.data.clone()),
         ("method", s.method.name().into()),
@@ -83,14 +87,17 @@ pub(super) fn identity(settings: &Settings, ranks: usize) -> Identity {
         ("clip", s.clip.map_or("none".into(), |clip| clip.to_string())),
         ("train-limit", limit(s.train_limit)),
         ("test-limit", limit(s.test_limit)),
-    ]
-    .map(|(name, value)| (name.to_string(), value))
-    .into()
+    ];
+    all.into_iter().chain(windows).map(|(name, value)| (name.to_string(), value)).collect()
 }
 
 fn check_identity(settings: &Settings, ranks: usize, model: &Contents) -> Result<(), TrainError> {
     let entry = |(key, value): (&String, &String)| Some((key.strip_prefix(RUN)?.to_string(), value.clone()));
-    let was: Identity = model.about().iter().filter_map(entry).collect();
+    let mut was: Identity = model.about().iter().filter_map(entry).collect();
+    // Where it is not said, the run is older than another order than that of the text.
+    if !was.iter().any(|(name, _)| name == WINDOWS) {
+        was.push((WINDOWS.into(), "in the order of the text".into()));
+    }
     match difference(&was, &identity(settings, ranks)) {
         None => Ok(()),
         Some(difference) => Err(model.wrong(format!("is of another run: {difference}"))),

@@ -314,10 +314,15 @@ impl Settings {
         }
     }
 
+    /// Whether the network is a transformer: it takes bytes of a text, and carries nothing from window to window.
+    pub(super) fn takes_bytes(&self) -> bool {
+        Architecture::named(&self.model).is_ok_and(|network| network.takes_bytes())
+    }
+
     /// Opens the data, cut to the limits. The function hears how much of a download is done.
     pub fn open(&self, places: &Places, progress: &dyn Fn(u64, Option<u64>)) -> Result<DataSet, TrainError> {
         let mut data = redsync_data::open_with_progress(&self.data, places, progress)?;
-        if Architecture::named(&self.model).is_ok_and(|network| network.takes_bytes()) {
+        if self.takes_bytes() {
             data = match data {
                 DataSet::Text(text) => DataSet::Text(text.into_bytes()),
                 images => images,

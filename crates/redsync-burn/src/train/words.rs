@@ -1,5 +1,6 @@
 //! The task of telling the next word. A text and a language model come in, losses and perplexities go out.
-//! What must hold: the state of the network goes on from window to window of an epoch; each epoch begins with a blank one.
+//! What must hold: the state of a recurrent network goes on from window to window of an epoch, and each epoch begins with a blank one; a
+//! transformer has none, and sees windows in random order.
 
 use super::task::{Score, Seat, Task};
 use super::{Settings, TrainError};
@@ -8,13 +9,19 @@ use crate::net::{Language, Pass, State};
 use crate::ops::loss::cross_entropy;
 use burn::tensor::Tensor;
 use redsync_data::TextSet;
-use redsync_data::order::Streams;
+use redsync_data::order::{Streams, Windows};
 
 /// Streams of a rank when judging.
 const JUDGE_STREAMS: usize = 10;
 
+/// How the text is read in training.
+enum Reading<'a> {
+    Streams(Streams<'a>),
+    Windows(Windows<'a>),
+}
+
 pub(super) struct Words<'a> {
-    streams: Streams<'a>,
+    reading: Reading<'a>,
     /// By which epochs are judged, and the end.
     valid: Streams<'a>,
     test: Streams<'a>,
@@ -39,8 +46,14 @@ impl<'a> Words<'a> {
             )));
         }
         let streams = |text: &'a [u32], batch| Streams::new(text, seat.ranks, batch, bptt);
+        let reading = match net {
+            Language::Lstm(_) => Reading::Streams(streams(&text.train, batch)?),
+            Language::Gpt(_) => {
+                Reading::Windows(Windows::new(&text.train, seat.ranks, batch, bptt, settings.seed)?)
+            }
+        };
         Ok(Words {
-            streams: streams(&text.train, batch)?,
+            reading,
             valid: streams(&text.valid, JUDGE_STREAMS)?,
             test: streams(&text.test, JUDGE_STREAMS)?,
             state: net.blank(batch),
@@ -59,18 +72,25 @@ impl Task for Words<'_> {
     const HELD_BACK: bool = true;
 
     fn steps_per_epoch(&self) -> u64 {
-        self.streams.steps_per_epoch() as u64
+        let steps = match &self.reading {
+            Reading::Streams(streams) => streams.steps_per_epoch(),
+            Reading::Windows(windows) => windows.steps_per_epoch(),
+        };
+        steps as u64
     }
 
     fn samples(&self) -> usize {
         self.batch * self.bptt
     }
 
-    fn loss(&mut self, net: &Language, pass: &mut Pass, _epoch: u32, at: usize) -> Tensor<1> {
+    fn loss(&mut self, net: &Language, pass: &mut Pass, epoch: u32, at: usize) -> Tensor<1> {
         if at == 0 {
             self.state = net.blank(self.batch);
         }
-        let (words, next) = self.streams.window(at, self.seat.rank);
+        let (words, next) = match &mut self.reading {
+            Reading::Streams(streams) => streams.window(at, self.seat.rank),
+            Reading::Windows(windows) => windows.window(u64::from(epoch), at, self.seat.rank),
+        };
         cross_entropy(net.forward(pass, &words, self.batch, &mut self.state), &next).0
     }
 
