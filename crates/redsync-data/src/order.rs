@@ -141,7 +141,8 @@ impl<'a> Windows<'a> {
         at_least_one(&[("ranks", ranks), ("windows in a batch", batch), ("tokens in a window", bptt)])?;
         let len = tokens.len();
         // One token more than the windows: the last target.
-        let needed = (ranks as u128).saturating_mul(batch as u128).saturating_mul(bptt as u128) + 1;
+        let needed =
+            (ranks as u128).saturating_mul(batch as u128).saturating_mul(bptt as u128).saturating_add(1);
         if needed > len as u128 {
             return Err(OrderError::FewTokens { len, ranks, batch, bptt, needed });
         }

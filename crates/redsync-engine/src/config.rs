@@ -168,6 +168,11 @@ impl Rest {
     /// All of them.
     pub const ALL: [Rest; 3] = [Rest::EightBit, Rest::TwoBit, Rest::F32];
 
+    /// What is chosen where nothing was said: eight bits, or two with Adam at a density below [`FEW`], where eight would be most of the bytes.
+    pub fn usual(adam: bool, density: f64) -> Self {
+        if adam && density < FEW { Rest::TwoBit } else { Rest::EightBit }
+    }
+
     /// The name by which users choose it.
     pub fn name(self) -> &'static str {
         match self {
@@ -302,6 +307,9 @@ impl WarmUp {
 /// Weights of fewer bytes (about a thousand elements) are too small to choose from: their messages would be mostly headers.
 pub const SMALL: usize = 4 << 10;
 
+/// Below this density what is beside the messages has to be small too: [`Rest::usual`] takes two bits with Adam, and its second moments are told rarely.
+pub const FEW: f64 = 0.004;
+
 /// Everything a run can choose.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -316,6 +324,11 @@ pub struct Config {
     /// How the rest travels: biases, normalization parameters and weights of less than [`SMALL`] bytes. With the preset `paper` and
     /// the method `rgc-naive` it is as it is.
     pub rest: Rest,
+    /// The output layer is sent whole at every step, in two bits per element with the error kept, instead of its largest elements. None: with
+    /// Adam and a method that quantizes, if that takes at most twice the bits of all other messages ([`choices`](crate::choices)). What a
+    /// network says moves with all of its last layer at once, and Adam moves every element by about one rate: where some wait, the others are
+    /// wrong. Of no effect with the preset `paper` and the method `rgc-naive`.
+    pub whole_output: Option<bool>,
     /// What the machines and their network need. With these, and the preset `carried`, layers are compressed where that is predicted
     /// to be faster, and `dense_below` is what follows; rank 0's answer is taken by all ranks. Without, `dense_below` is the limit.
     pub figures: Option<Figures>,
@@ -339,8 +352,8 @@ pub struct Config {
     /// a little less for the differences of local steps ([`Local`](crate::Local)).
     pub keep: f32,
     /// Adam's second moments are told to the other ranks within so many steps, a part of them at each, in four bits per element; 0: never,
-    /// every rank keeps to its own. None: 64 steps from a density of 0.4% on, 256 below, which takes about as
-    /// many bytes as the messages.
+    /// every rank keeps to its own. None: never, if the output layer goes whole, since there it changes nothing; otherwise 64 steps, or 256 at
+    /// a density below [`FEW`], which takes about as many bytes as the messages.
     pub share_moments: Option<u64>,
     /// Send values that are not quantized in fewer bits, the rounding error kept: as bf16 with the method `rgc`, in eight bits with
     /// `rgc+asq`, where they are those of the output layer. With the preset `paper` and the method `rgc-naive` they are f32 in any
@@ -419,11 +432,6 @@ impl Config {
         self.exchange.unwrap_or(Exchange::Gather)
     }
 
-    /// Within how many steps second moments are told; 0 for never.
-    pub fn moment_period(&self) -> u64 {
-        self.share_moments.unwrap_or(if self.density >= 0.004 { 64 } else { 256 })
-    }
-
     /// Weights of fewer bytes are dense.
     pub fn limit(&self) -> usize {
         self.dense_below.unwrap_or(self.preset.dense_below())
@@ -439,6 +447,7 @@ impl Default for Config {
             layers: BTreeMap::new(),
             dense_below: None,
             rest: Rest::EightBit,
+            whole_output: None,
             figures: None,
             exchange: None,
             host: None,

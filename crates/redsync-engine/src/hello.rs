@@ -3,6 +3,7 @@
 use crate::config::{Choice, Config};
 use crate::error::SyncError;
 use crate::layer::Layer;
+use crate::plan::moment_period;
 use crate::state::Identity;
 use redsync_comm::{Communicator, Tag};
 use serde_json::{Value, json};
@@ -10,10 +11,10 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// What changes the results of a run, in the order in which differences are told.
 pub(crate) fn identity(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
-    [of_run(layers, config), of_layers(layers, choices)].concat()
+    [of_run(layers, choices, config), of_layers(layers, choices)].concat()
 }
 
-fn of_run(layers: &[Layer], config: &Config) -> Identity {
+fn of_run(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
     [
         ("method", config.method.name().to_string()),
         ("density", config.density.to_string()),
@@ -22,7 +23,7 @@ fn of_run(layers: &[Layer], config: &Config) -> Identity {
         ("momentum", config.momentum.form().to_string()),
         ("masking", config.masking.to_string()),
         ("keep", config.keep.to_string()),
-        ("the period of second moments", config.moment_period().to_string()),
+        ("the period of second moments", moment_period(layers, choices, config).to_string()),
         ("bf16", config.bf16.to_string()),
         ("clip", config.clip_told()),
         ("the number of layers", layers.len().to_string()),
@@ -49,7 +50,7 @@ pub(crate) fn agreement(layers: &[Layer], choices: &[Choice], config: &Config) -
     ];
     // What the caller says comes first: what differs there is what a user chose, and may be the cause of the rest.
     all.extend(config.agree.iter().cloned());
-    all.extend(of_run(layers, config));
+    all.extend(of_run(layers, choices, config));
     all.push(("preset".into(), config.preset.name().into()));
     all.push(("exchange".into(), config.exchange().name().into()));
     all.extend(layers.iter().enumerate().map(|(i, layer)| (format!("layer {i}"), layer.name.clone())));

@@ -65,7 +65,7 @@ mod synchronizer;
 mod target;
 
 pub use compressor::{Device, Host, LayerCompressor};
-pub use config::{Choice, Config, Exchange, Figures, Method, Preset, Rest, SMALL, Stage, WarmUp};
+pub use config::{Choice, Config, Exchange, FEW, Figures, Method, Preset, Rest, SMALL, Stage, WarmUp};
 pub use error::SyncError;
 pub use hand_back::Gathered;
 pub use hosts::{Seat, host_of};

@@ -1,13 +1,14 @@
 //! From layers and a configuration to what happens with each layer, and in which order the ranks exchange.
 //! What must hold: the plan follows from its inputs alone, so it is the same on every rank.
 
-use crate::config::{Choice, Config, Exchange, Figures, Method, Preset, Rest, SMALL, Stage};
+use crate::config::{Choice, Config, Exchange, FEW, Figures, Method, Preset, Rest, SMALL, Stage};
 use crate::cost;
 use crate::cost::{expected_elements, message_bits, message_bytes};
 use crate::error::SyncError;
 use crate::exchange;
 use crate::hello;
 use crate::layer::{Kind, Layer};
+use crate::second;
 use redsync_comm::Communicator;
 use redsync_core::wire::Shape;
 use redsync_core::{Density, IndexCode, Selector, Sending, Values};
@@ -71,7 +72,37 @@ pub fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncErr
         )));
     }
     config.check_clip().map_err(SyncError::Layers)?;
-    Ok(layers.iter().map(|layer| choice(layer, config)).collect())
+    let mut choices: Vec<Choice> = layers.iter().map(|layer| choice(layer, config)).collect();
+    if let Some(output) = layers.iter().position(|layer| layer.kind == Kind::Output)
+        && sends_whole(output, layers, &choices, config)
+    {
+        choices[output] = Choice::DenseTwoBit;
+    }
+    Ok(choices)
+}
+
+/// The output layer goes whole if that takes at most so many times the bits of all other messages.
+const WHOLE_OUTPUT: f64 = 2.0;
+
+/// Whether the output layer, which would be compressed, is sent whole.
+fn sends_whole(output: usize, layers: &[Layer], choices: &[Choice], config: &Config) -> bool {
+    let layer = &layers[output];
+    if !choices[output].is_sparse() || config.layers.contains_key(&layer.name) || config.is_plain() {
+        return false;
+    }
+    let bits = |i: usize, choice| {
+        let sent = Sent::at(choice, layers[i].size, config, Stage::Sparse(config.density));
+        sent.map_or(0.0, |sent| {
+            let (elements, bits, _) = sent.size();
+            elements * bits
+        })
+    };
+    config.whole_output.unwrap_or_else(|| {
+        let quantizes = matches!(config.method, Method::RgcTwoBit | Method::RgcAsq);
+        let others = (0..layers.len()).filter(|i| *i != output && choices[*i].is_sparse());
+        let others: f64 = others.map(|i| bits(i, choices[i])).sum();
+        quantizes && second::has(layer, config) && bits(output, Choice::DenseTwoBit) <= WHOLE_OUTPUT * others
+    })
 }
 
 fn choice(layer: &Layer, config: &Config) -> Choice {
@@ -100,6 +131,18 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
         (_, Preset::Paper { recurrent: true }) => Selector::Sampled,
     };
     Choice::Sparse { selector, quantized }
+}
+
+/// Within how many steps Adam's second moments are told; 0 for never.
+pub(crate) fn moment_period(layers: &[Layer], choices: &[Choice], config: &Config) -> u64 {
+    let mut both = layers.iter().zip(choices);
+    let whole = both.any(|(layer, choice)| layer.kind == Kind::Output && !choice.is_sparse());
+    let usual = match config.density < FEW {
+        _ if whole => 0,
+        true => 256,
+        false => 64,
+    };
+    config.share_moments.unwrap_or(usual)
 }
 
 /// While more than this is sent, one mean is a poor stand-in for all values, and clearing the momentum of what was sent would throw
@@ -284,6 +327,7 @@ pub(crate) fn groups(
 mod tests {
     use super::*;
     use crate::models::{Model, NAMES};
+    use redsync_core::{Adam, Momentum};
 
     #[test]
     fn every_layer_is_in_exactly_one_group_and_the_order_is_that_of_the_backward_pass() {
@@ -335,5 +379,36 @@ mod tests {
         assert_eq!(choices(&layers, &config).unwrap()[0], Choice::Dense);
         config.layers.insert("bug".into(), Choice::Dense);
         assert!(choices(&layers, &config).unwrap_err().to_string().contains("bug"));
+    }
+
+    #[test]
+    fn the_output_goes_whole_with_adam_where_that_is_cheap() {
+        let layers = Model::named("gpt-small").unwrap().layers;
+        let output = layers.iter().position(|layer| layer.kind == Kind::Output).unwrap();
+        let of = |config: &Config| choices(&layers, config).unwrap()[output];
+        let adam = Config {
+            method: Method::RgcTwoBit,
+            momentum: Momentum::Adam(Adam::default()),
+            density: 0.01,
+            ..Config::default()
+        };
+        let compressed = Choice::Sparse { selector: Selector::Carried, quantized: false };
+        assert_eq!(of(&adam), Choice::DenseTwoBit);
+        let others_first = choices(&layers, &Config { whole_output: Some(false), ..adam.clone() }).unwrap();
+        assert_eq!(others_first[output], compressed);
+        for (i, choice) in choices(&layers, &adam).unwrap().into_iter().enumerate() {
+            assert!(i == output || choice == others_first[i], "{}", layers[i].name);
+        }
+        let same = |config: Config| assert_eq!(of(&config), compressed, "{config:?}");
+        assert_eq!(of(&Config { density: 0.001, ..adam.clone() }), Choice::DenseTwoBit);
+        same(Config { density: 0.0002, at_least: 0, ..adam.clone() });
+        same(Config { momentum: Momentum::Nesterov(0.9), ..adam.clone() });
+        same(Config { method: Method::Rgc, ..adam.clone() });
+        let by_name = [(layers[output].name.clone(), compressed)].into();
+        same(Config { layers: by_name, whole_output: Some(true), ..adam.clone() });
+        assert_eq!(of(&Config { whole_output: Some(true), ..Config::default() }), Choice::DenseTwoBit);
+        let preset = Preset::Paper { recurrent: false };
+        assert!(of(&Config { preset, whole_output: Some(true), ..adam.clone() }).is_sparse());
+        assert_eq!(of(&Config { method: Method::Sgd, whole_output: Some(true), ..adam }), Choice::Dense);
     }
 }

@@ -63,7 +63,7 @@ impl Shared {
     pub(crate) fn told_at(&self, step: u64) -> Option<Vec<Part>> {
         let Shared { layers, parts: own, choices, config, among, hosts, .. } = self;
         let sparse = config.warm_up.stage(step, config.density) != Stage::Dense;
-        let period = config.moment_period();
+        let period = crate::plan::moment_period(layers, choices, config);
         if among.size() == 1 || !sparse || period == 0 {
             return None;
         }

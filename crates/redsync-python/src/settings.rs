@@ -18,6 +18,8 @@ pub struct Settings {
     /// None: the plan's own limit.
     dense_below: Option<usize>,
     rest: String,
+    /// None: with Adam, where that is cheap.
+    whole_output: Option<bool>,
     /// None: gather, or with figures what is predicted to be faster.
     exchange: Option<String>,
     /// The name of the host that this rank is on.
@@ -116,6 +118,7 @@ impl Settings {
             layers: self.choices()?,
             dense_below: self.dense_below,
             rest,
+            whole_output: self.whole_output,
             exchange,
             host: self.host.clone(),
             at_least: self.at_least,

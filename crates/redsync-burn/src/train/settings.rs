@@ -87,6 +87,8 @@ pub struct Settings {
     pub at_least: usize,
     pub dense_below: Option<usize>,
     pub rest: Rest,
+    /// Whether the output layer is sent whole. None: with AdamW, where that is cheap.
+    pub whole_output: Option<bool>,
     pub auto: bool,
     /// With `auto`: what machines and network need, if that is known; otherwise it is measured.
     pub figures: Option<Figures>,
@@ -181,6 +183,7 @@ impl Settings {
             at_least: Config::default().at_least,
             dense_below: None,
             rest: Config::default().rest,
+            whole_output: None,
             auto: false,
             figures: None,
             warm_up: WarmUp::usual(Preset::Carried, epochs),
@@ -239,6 +242,7 @@ impl Settings {
             exchange: self.exchange,
             dense_below: self.dense_below,
             rest: self.rest,
+            whole_output: self.whole_output,
             density: self.density,
             at_least: self.at_least,
             warm_up: self.warm_up.in_steps(exchanges_per_epoch),

@@ -16,7 +16,7 @@ use redsync_comm::Communicator;
 use redsync_core::{Adam, Density, Momentum};
 use redsync_engine::cost::{Compute, Platform};
 use redsync_engine::models::Model;
-use redsync_engine::{Config, Exchange, Layer, Method, Preset, measure};
+use redsync_engine::{Config, Exchange, Layer, Method, Preset, Rest, measure};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ pub struct ModelArgs {
     /// Fraction of a compressed layer that is sent [default: 0.001; 0.01 with adamw]
     #[arg(long, value_parser = parse_density)]
     pub density: Option<Density>,
-    /// Optimizer of the training; adamw sends values in two bits each, and a part of its second moments with every step
+    /// Optimizer of the training; adamw sends values in two bits each, and the output layer whole where that is cheap
     #[arg(long, value_enum, default_value_t = OptimizerArg::Sgd)]
     pub optimizer: OptimizerArg,
     /// How messages travel: gather, owners or hosts [default: what is predicted to be faster]
@@ -96,7 +96,9 @@ impl ModelArgs {
             OptimizerArg::Adamw => Momentum::Adam(Adam::default()),
         };
         let (method, exchange) = (self.optimizer.method(), self.exchange);
-        Config { method, exchange, density: self.fraction(), clip, preset, momentum, ..Config::default() }
+        let density = self.fraction();
+        let rest = Rest::usual(self.optimizer == OptimizerArg::Adamw, density);
+        Config { method, exchange, density, rest, clip, preset, momentum, ..Config::default() }
     }
 }
 

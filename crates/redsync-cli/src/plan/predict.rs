@@ -3,7 +3,7 @@
 use anyhow::Result;
 use redsync_core::Momentum;
 use redsync_engine::cost::{self, Compute, Platform, Step, Times};
-use redsync_engine::{Choice, Config, Exchange, Kind, Layer, Method, choices};
+use redsync_engine::{Choice, Config, Exchange, Kind, Layer, Method, Rest, choices};
 use serde::Serialize;
 
 /// Why a layer is never compressed.
@@ -177,7 +177,8 @@ impl Question<'_> {
         let mut ways = Vec::new();
         let mut add =
             |name: String, method: Method, density: Option<f64>, every: Option<u64>| -> Result<()> {
-                let config = Config { method, density: density.unwrap_or(1.0), ..self.config.clone() };
+                let rest = Rest::usual(adam && every.is_none(), density.unwrap_or(1.0));
+                let config = Config { method, density: density.unwrap_or(1.0), rest, ..self.config.clone() };
                 let times = self.with(&config, self.ranks, |step| {
                     every.map_or_else(|| step.times(), |h| step.local_times(h))
                 })?;
@@ -308,6 +309,8 @@ fn planned(step: &Step<'_>, i: usize) -> Planned {
     let sparse = step.choices[i].is_sparse();
     let why = if layer.kind == Kind::BiasOrNorm {
         format!("{ALWAYS_WHOLE} ({})", step.choices[i])
+    } else if layer.kind == Kind::Output && step.choices[i] == Choice::DenseTwoBit {
+        format!("the output, whole in two bits per element: with Adam it must not wait ({})", step.choices[i])
     } else {
         // What compressing it would cost, also where the plan does not.
         let quantized = step.config.method == Method::RgcAsq && layer.kind != Kind::Output;

@@ -75,9 +75,13 @@ pub struct Options {
     #[arg(long, help_heading = "Compression", value_name = "BYTES")]
     pub dense_below: Option<usize>,
     /// How biases, norms and weights of less than 4096 bytes travel: 8bit, 2bit (so many bits per element, the error kept for
-    /// later steps) or f32 [default: 8bit; always f32 with --paper]
+    /// later steps) or f32 [default: 8bit; 2bit with adamw below a density of 0.4%; always f32 with --paper]
     #[arg(long, help_heading = "Compression")]
     pub rest: Option<String>,
+    /// Send the whole output layer at every step, in two bits per element, the error kept, instead of its largest elements [default: true
+    /// with adamw, where the method quantizes and that takes at most twice the bytes of all other messages]
+    #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
+    pub whole_output: Option<bool>,
     /// How messages travel: gather (every worker receives every worker's), owners (every element has an owner, who adds what all sent
     /// and sends on the largest: what a worker receives does not grow with their number) or hosts (workers of one host sum their gradients
     /// densely, and a host sends what a single worker would) [default: gather; with --auto what is predicted to be faster]
@@ -97,7 +101,7 @@ pub struct Options {
     #[arg(long, help_heading = "Compression", value_name = "FRACTION")]
     pub keep: Option<f32>,
     /// With adamw: steps within which a worker tells the others all of its second moments, a part of them at each step, in four bits
-    /// per element; 0: never, each keeps to its own [default: 64; 256 below a density of 0.4%]
+    /// per element; 0: never, each keeps to its own [default: 0 if the output goes whole, or else 64, 256 below a density of 0.4%]
     #[arg(long, help_heading = "Compression", value_name = "STEPS")]
     pub share_moments: Option<u64>,
     /// Measure machine and network first, some seconds long, and compress the layers for which that is predicted to be faster
@@ -117,7 +121,7 @@ pub struct Options {
     /// Epochs [default: by model]
     #[arg(long, help_heading = "Training", value_name = "N")]
     pub epochs: Option<u32>,
-    /// Images, or streams of text, of each worker in a step [default: by model]
+    /// Images, or streams or windows of text, of each worker in a step [default: by model]
     #[arg(long, help_heading = "Training", value_name = "N")]
     pub batch_size: Option<usize>,
     /// Words, or bytes, through which gradients go back [default: 35]
@@ -187,7 +191,7 @@ impl Options {
         let file = read(path)?;
         Ok(
             first!(self, file; model data data_dir download train_limit test_limit seed comm workers threads deadline method
-            density at_least warm_up warm_up_epochs dense_below rest exchange ranks_per_host every outer_rate keep share_moments auto paper masking bf16 epochs batch_size bptt optimizer momentum beta2 lr schedule
+            density at_least warm_up warm_up_epochs dense_below rest whole_output exchange ranks_per_host every outer_rate keep share_moments auto paper masking bf16 epochs batch_size bptt optimizer momentum beta2 lr schedule
             lr_warm_up_epochs weight_decay clip clip_power out log_every check_every checkpoint_dir checkpoint_every stop_after),
         )
     }
@@ -224,7 +228,7 @@ impl Options {
         set!(data density at_least outer_rate keep auto masking bf16 epochs batch_size bptt momentum beta2 lr lr_warm_up_epochs
             weight_decay seed log_every check_every checkpoint_every);
         (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
-        s.share_moments = self.share_moments;
+        (s.share_moments, s.whole_output) = (self.share_moments, self.whole_output);
         (s.dense_below, s.checkpoint_dir) = (self.dense_below, self.checkpoint_dir.clone());
         s.ranks_per_host = self.ranks_per_host;
         s.clip_power = self.clip_power.unwrap_or(s.clip_power);
@@ -249,6 +253,7 @@ impl Options {
             let how = "threads are all on one host: say how many are to be on each (--ranks-per-host)";
             return Err(usage(format!("--exchange hosts: {how}")));
         }
+        s.rest = Rest::usual(s.optimizer == Optimizer::AdamW && s.every.is_none(), s.density);
         choose(&mut s.rest, "rest", &self.rest, Rest::from_name, &Rest::ALL.map(Rest::name))?;
         choose(&mut s.schedule, "schedule", &self.schedule, Schedule::from_name, &Schedule::NAMES)?;
         s.warm_up = WarmUp::usual(s.preset, s.epochs);

@@ -62,7 +62,7 @@ impl Observer for Teller {
             run.workers,
             run.comm,
             run.batch,
-            if run.words { "streams" } else { what },
+            if run.words { "sequences" } else { what },
             run.epochs,
             grouped(run.steps_per_epoch as usize),
         ));

@@ -135,7 +135,10 @@ impl Step<'_> {
         let config = Config { momentum: Momentum::None, clip: None, ..self.config.clone() };
         let layers: Vec<Layer> =
             self.layers.iter().map(|layer| Layer { momentum: None, ..layer.clone() }).collect();
-        let round = Step { layers: &layers, config: &config, compute: Compute::default(), ..*self }.times();
+        // Without an optimizer of its own the exchange may treat layers differently; these configurations were taken once already.
+        let choices = plan::choices(&layers, &config).unwrap_or_else(|_| self.choices.to_vec());
+        let compute = Compute::default();
+        let round = Step { layers: &layers, choices: &choices, config: &config, compute, ..*self }.times();
         let share = 1.0 / every.max(1) as f64;
         let compute = self.compute.forward + self.compute.backward;
         Times {
@@ -181,7 +184,7 @@ impl Step<'_> {
             (*choice != Choice::Dense && second::has(layer, config)).then_some(layer.size)
         };
         let elements: usize = layers.iter().zip(choices).filter_map(told).sum();
-        let period = config.moment_period();
+        let period = plan::moment_period(layers, choices, config);
         if stage == Stage::Dense || ranks < 2 || elements == 0 || period == 0 {
             return;
         }
@@ -426,17 +429,18 @@ mod tests {
             ..method(Method::RgcTwoBit)
         };
         let bytes = |config: &Config| with("gpt-small", config, |step| step.times().bytes_sent);
-        let (alone, told) = (bytes(&adam(Some(0))), bytes(&adam(None)));
+        let (alone, told) = (bytes(&adam(Some(0))), bytes(&adam(Some(64))));
+        assert_eq!(bytes(&adam(None)), alone, "the output goes whole");
         let elements: usize = Model::named("gpt-small").unwrap().layers.iter().map(|layer| layer.size).sum();
         assert!((told - alone - 40.0 - elements as f64 / 128.0).abs() < 1.0, "{alone} {told}");
         with("gpt-small", &adam(None), |step| {
             let dense = 4.0 * elements as f64;
-            assert!(dense / step.times().bytes_sent > 150.0, "1/{}", dense / step.times().bytes_sent);
+            assert!(dense / step.times().bytes_sent > 220.0, "1/{}", dense / step.times().bytes_sent);
             let compute = Compute { forward: 0.1, backward: 0.2, on_cores: false };
             let step = Step { compute, ..step };
             let [one, eight] = [1, 8].map(|every| step.local_times(every));
             assert!((one.step - 0.3 - 8.0 * (eight.step - 0.3)).abs() < 1e-9);
-            assert!(eight.bytes_sent < step.times().bytes_sent / 8.0, "no second moments");
+            assert!(eight.bytes_sent < told / 8.0, "no second moments");
         });
     }
 
