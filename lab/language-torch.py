@@ -1,8 +1,8 @@
 """One rank of `lab/language-torch`: what `lab/language` trains, under DDP, dense or by PowerSGD.
 
 Comes in: a method, a rate, a seed, the text. Goes out, from rank 0: a JSON document like that of `redsync train --json`. What
-must hold: model, windows, rates, decay, clipping and test are those of `lab/language`; only the numbers that weights begin with
-are others.
+must hold: model, text, rates, decay, clipping and test are those of `lab/language`; only the numbers that weights begin with and
+the order of the windows are others.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-STREAMS, WINDOW, STEPS = 4, 64, 6000
+WINDOWS, WINDOW, STEPS = 4, 64, 6000
 GROWS = 0.1
 """The part of the steps in which the rate grows; then it falls by a cosine to nothing."""
 RANK, DENSE = 4, 10
@@ -54,10 +54,8 @@ def read(path: pathlib.Path, limit: int | None = None) -> torch.Tensor:
     return torch.frombuffer(bytearray(path.read_bytes()[:limit]), dtype=torch.uint8)
 
 
-def windows(text: torch.Tensor, streams: list[int], of: int, step: int) -> torch.Tensor:
-    length = len(text) // of
-    begin = step * WINDOW
-    return torch.stack([text[s * length + begin : s * length + begin + WINDOW + 1] for s in streams]).long()
+def windows(text: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return torch.stack([text[place * WINDOW : (place + 1) * WINDOW + 1] for place in places.tolist()]).long()
 
 
 @torch.no_grad()
@@ -93,13 +91,14 @@ def main() -> None:
         counted.bytes = dense
     else:
         power_sgd(model, RANK, DENSE, counted.bucket)
-    text = read(arguments.data / "wiki.train.tokens", STREAMS * ranks * (STEPS * WINDOW + 1))
-    streams = list(range(rank * STREAMS, (rank + 1) * STREAMS))
+    text = read(arguments.data / "wiki.train.tokens", WINDOWS * ranks * STEPS * WINDOW + 1)
+    order = torch.randperm(WINDOWS * ranks * STEPS, generator=torch.Generator().manual_seed(arguments.seed))
+    order = order.view(STEPS, ranks, WINDOWS)
     recent = 0.0
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, arguments.lr)
-        some = windows(text, streams, STREAMS * ranks, step)
+        some = windows(text, order[step, rank])
         optimizer.zero_grad()
         loss = model(some[:, :-1], some[:, 1:])
         loss.backward()

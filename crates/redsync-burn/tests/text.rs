@@ -1,7 +1,7 @@
 //! What holds for a training on text: it learns, it resumes to the same bits, and the state of the network goes along to another
 //! number of workers. The text is made up, of few phrases.
 
-use redsync_burn::net::{Architecture, Lstm};
+use redsync_burn::net::{Architecture, Gpt, Lstm};
 use redsync_burn::train::{Ended, Schedule, Settings, Summary, WarmUp, train_network};
 use redsync_comm::local;
 use redsync_data::{DataSet, TextSet};
@@ -45,11 +45,10 @@ fn phrases() -> Settings {
 
 /// Rank 0's end of a training with so much dropout.
 fn run(settings: &Settings, dropout: f32, ranks: usize) -> Ended {
-    run_network(Lstm { units: 24, layers: 2, dropout, begin: 0.1 }, settings, ranks)
+    run_network(Architecture::Lstm(Lstm { units: 24, layers: 2, dropout, begin: 0.1 }), settings, ranks)
 }
 
-fn run_network(network: Lstm, settings: &Settings, ranks: usize) -> Ended {
-    let network = Architecture::Lstm(network);
+fn run_network(network: Architecture, settings: &Settings, ranks: usize) -> Ended {
     let data = Arc::new(data());
     let start = |comm| {
         let (settings, network, data) = (settings.clone(), network.clone(), data.clone());
@@ -103,6 +102,36 @@ fn a_training_on_text_stopped_anywhere_resumes_to_the_same_bits() {
     }
 }
 
+/// Adam, an output layer that goes whole, and windows in another order in each epoch.
+#[test]
+fn a_transformer_stopped_anywhere_resumes_to_the_same_bits() {
+    let network = Architecture::Gpt(Gpt { width: 32, layers: 1, heads: 2, context: 8, begin: 0.05 });
+    let settings = Settings {
+        data: "phrases".into(),
+        epochs: 3,
+        batch_size: 2,
+        bptt: 7,
+        lr: 0.01,
+        density: 0.05,
+        dense_below: Some(1 << 10),
+        warm_up: WarmUp::Ramp(0.5),
+        ..Settings::for_model("gpt-tiny")
+    };
+    let whole = run_network(network.clone(), &settings, 2).summary;
+    assert!(whole.end.metric < 2.0, "perplexity {}", whole.end.metric);
+    let alone = Settings { batch_size: 4, ..settings.clone() };
+    assert_eq!(run_network(network.clone(), &alone, 1).summary.steps, whole.steps);
+    let per_epoch = whole.steps / 3;
+    for stop in [5, per_epoch + per_epoch / 2, 2 * per_epoch] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let kept = Settings { checkpoint_dir: Some(dir.path().to_path_buf()), ..settings.clone() };
+        run_network(network.clone(), &Settings { stop_after: Some(stop), ..kept.clone() }, 2);
+        let resumed = run_network(network.clone(), &Settings { resume: true, ..kept }, 2).summary;
+        assert_eq!(resumed.replica_hash, whole.replica_hash, "stopped after {stop}");
+        assert_eq!(resumed.bytes_sent, whole.bytes_sent, "stopped after {stop}");
+    }
+}
+
 #[test]
 fn the_state_of_the_network_goes_along_to_another_number_of_workers() {
     // Dense, without dropout and without a rate that follows the judgement, the number of workers changes nothing but the order
@@ -126,7 +155,7 @@ fn the_state_of_the_network_goes_along_to_another_number_of_workers() {
 }
 
 /// A network whose checkpoint is small enough to be kept for ever, and how it is trained.
-const KEPT: Lstm = Lstm { units: 6, layers: 1, dropout: 0.2, begin: 0.1 };
+const KEPT: Architecture = Architecture::Lstm(Lstm { units: 6, layers: 1, dropout: 0.2, begin: 0.1 });
 const KEPT_STEP: u64 = 120;
 
 fn kept() -> PathBuf {

@@ -90,12 +90,13 @@ def attach(
         at_least: elements that a small compressed layer sends at least at a step, 16 times as many during a ramp, but at most 1/16
             of the layer; 0.1% of a small one is a handful, and each element would wait for a thousand steps.
         rest: how biases, normalization and weights of less than 4096 bytes travel: every element at every step, with ``8bit`` or
-            ``2bit`` each and the error kept for later steps, or as ``f32``, exact. By default ``8bit``, and ``2bit`` with ``AdamW``
-            and ``Adam`` at a density below 0.4%. With ``plan="paper"`` and the method ``rgc-naive`` always ``f32``, as is every
-            parameter that the optimizer does not have.
-        whole_output: send every element of the output layer at every step, in two bits each, the error kept, instead of its largest
-            ones. By default with ``AdamW`` and ``Adam``, where the method quantizes and that takes at most twice the bits of all
-            other messages: there most of what compression costs came from an output layer whose elements wait (docs/results.md).
+            ``2bit`` each and the error kept for later steps, or as ``f32``, exact. By default ``8bit``, and ``2bit`` with
+            ``AdamW`` and ``Adam`` at a density below 0.4%. With ``plan="paper"`` and the method ``rgc-naive`` always ``f32``, as
+            is every parameter that the optimizer does not have.
+        whole_output: send every element of the output layer at every step, in two bits each, the error kept, instead of its
+            largest ones. By default with ``AdamW`` and ``Adam``, where the method quantizes and that takes at most twice the bits
+            of all other messages: there most of what compression costs came from an output layer whose elements wait
+            (docs/results.md).
         exchange: how messages travel: ``gather`` (every rank receives every rank's), ``owners`` (every element has an owner, who
             adds what all ranks sent of it and sends on the largest: what a rank receives does not grow with their number) or
             ``hosts`` (ranks of one host sum their gradients densely, in its memory, and a host sends what a single rank would;
@@ -108,8 +109,8 @@ def attach(
             ``rgc-naive`` they are of 32 bits in any case.
         share_moments: ``AdamW`` and ``Adam``: the steps within which a rank tells the others all of its second moments, a part of
             them at each step, in four bits per element. Momentum is divided by the root of the mean over the ranks, in which the
-            others' part is as old as that. 0: never, every rank divides by its own. By default never, if the output layer goes whole;
-            otherwise 64, and 256 with a density below 0.4%, which takes about as many bytes as what is sent.
+            others' part is as old as that. 0: never, every rank divides by its own. By default never, if the output layer goes
+            whole; otherwise 64, and 256 with a density below 0.4%, which takes about as many bytes as what is sent.
         scaler: the ``torch.amp.GradScaler`` of the loss, if there is one. A step that it skips is taken back everywhere.
         every: local steps, for the slowest links. No gradients are exchanged: every rank trains by itself, and after every so many
             calls of ``optimizer.step()`` the ranks exchange the largest differences of their weights, and continue from common
