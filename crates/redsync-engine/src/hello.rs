@@ -11,10 +11,10 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// What changes the results of a run, in the order in which differences are told.
 pub(crate) fn identity(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
-    [of_run(layers, choices, config), of_layers(layers, choices)].concat()
+    [of_run(layers, config), of_layers(layers, choices, config)].concat()
 }
 
-fn of_run(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
+fn of_run(layers: &[Layer], config: &Config) -> Identity {
     [
         ("method", config.method.name().to_string()),
         ("density", config.density.to_string()),
@@ -23,7 +23,6 @@ fn of_run(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
         ("momentum", config.momentum.form().to_string()),
         ("masking", config.masking.to_string()),
         ("keep", config.keep.to_string()),
-        ("the period of second moments", moment_period(layers, choices, config).to_string()),
         ("bf16", config.bf16.to_string()),
         ("clip", config.clip_told()),
         ("the number of layers", layers.len().to_string()),
@@ -32,12 +31,15 @@ fn of_run(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
     .into()
 }
 
-fn of_layers(layers: &[Layer], choices: &[Choice]) -> Identity {
+/// The layers, and behind them what follows from all their choices.
+fn of_layers(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
     let entries = |(layer, choice): (&Layer, &Choice)| {
         let size = (format!("the size of {}", layer.name), layer.size.to_string());
         [size, (format!("the choice for {}", layer.name), choice.to_string())]
     };
-    layers.iter().zip(choices).flat_map(entries).collect()
+    let period = moment_period(layers, choices, config).to_string();
+    let last = [("the period of second moments".to_string(), period)];
+    layers.iter().zip(choices).flat_map(entries).chain(last).collect()
 }
 
 /// What all ranks must agree on to understand each other: versions, what the caller says, what changes results, and the exact
@@ -50,11 +52,11 @@ pub(crate) fn agreement(layers: &[Layer], choices: &[Choice], config: &Config) -
     ];
     // What the caller says comes first: what differs there is what a user chose, and may be the cause of the rest.
     all.extend(config.agree.iter().cloned());
-    all.extend(of_run(layers, choices, config));
+    all.extend(of_run(layers, config));
     all.push(("preset".into(), config.preset.name().into()));
     all.push(("exchange".into(), config.exchange().name().into()));
     all.extend(layers.iter().enumerate().map(|(i, layer)| (format!("layer {i}"), layer.name.clone())));
-    all.extend(of_layers(layers, choices));
+    all.extend(of_layers(layers, choices, config));
     let momentum = |layer: &Layer| layer.momentum.unwrap_or(config.momentum).to_string();
     all.extend(layers.iter().map(|layer| (format!("the momentum of {}", layer.name), momentum(layer))));
     all

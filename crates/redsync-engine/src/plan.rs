@@ -136,7 +136,9 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
 /// Within how many steps Adam's second moments are told; 0 for never.
 pub(crate) fn moment_period(layers: &[Layer], choices: &[Choice], config: &Config) -> u64 {
     let mut both = layers.iter().zip(choices);
-    let whole = both.any(|(layer, choice)| layer.kind == Kind::Output && !choice.is_sparse());
+    let whole = both.any(|(layer, choice)| {
+        layer.kind == Kind::Output && second::has(layer, config) && !choice.is_sparse()
+    });
     let usual = match config.density < FEW {
         _ if whole => 0,
         true => 256,
