@@ -29,18 +29,21 @@ fn data() -> DataSet {
     DataSet::Text(TextSet { name: "phrases".into(), vocabulary: 12, train, valid, test, words: names })
 }
 
-fn phrases() -> Settings {
+/// How the phrases are learned by a network that is trained like the model of a name.
+fn phrases_by(model: &str) -> Settings {
     Settings {
         data: "phrases".into(),
         epochs: 3,
         batch_size: 2,
         bptt: 7,
-        lr: 4.0,
         density: 0.05,
         dense_below: Some(1 << 10),
-        warm_up: WarmUp::Dense(0.5),
-        ..Settings::for_model("lstm-small")
+        ..Settings::for_model(model)
     }
+}
+
+fn phrases() -> Settings {
+    Settings { lr: 4.0, warm_up: WarmUp::Dense(0.5), ..phrases_by("lstm-small") }
 }
 
 /// Rank 0's end of a training with so much dropout.
@@ -106,17 +109,7 @@ fn a_training_on_text_stopped_anywhere_resumes_to_the_same_bits() {
 #[test]
 fn a_transformer_stopped_anywhere_resumes_to_the_same_bits() {
     let network = Architecture::Gpt(Gpt { width: 32, layers: 1, heads: 2, context: 8, begin: 0.05 });
-    let settings = Settings {
-        data: "phrases".into(),
-        epochs: 3,
-        batch_size: 2,
-        bptt: 7,
-        lr: 0.01,
-        density: 0.05,
-        dense_below: Some(1 << 10),
-        warm_up: WarmUp::Ramp(0.5),
-        ..Settings::for_model("gpt-tiny")
-    };
+    let settings = Settings { lr: 0.01, warm_up: WarmUp::Ramp(0.5), ..phrases_by("gpt-tiny") };
     let whole = run_network(network.clone(), &settings, 2).summary;
     assert!(whole.end.metric < 2.0, "perplexity {}", whole.end.metric);
     let alone = Settings { batch_size: 4, ..settings.clone() };

@@ -325,7 +325,7 @@ pub struct Config {
     /// the method `rgc-naive` it is as it is.
     pub rest: Rest,
     /// The output layer is sent whole at every step, in two bits per element with the error kept, instead of its largest elements. None: with
-    /// Adam and a method that quantizes, if that takes at most twice the bits of all other messages ([`choices`](crate::choices)). What a
+    /// Adam and a method that quantizes, if that takes at most three times the bits of all other messages ([`choices`](crate::choices)). What a
     /// network says moves with all of its last layer at once, and Adam moves every element by about one rate: where some wait, the others are
     /// wrong. Of no effect with the preset `paper` and the method `rgc-naive`.
     pub whole_output: Option<bool>,

@@ -82,7 +82,7 @@ pub fn choices(layers: &[Layer], config: &Config) -> Result<Vec<Choice>, SyncErr
 }
 
 /// The output layer goes whole if that takes at most so many times the bits of all other messages.
-const WHOLE_OUTPUT: f64 = 2.0;
+const WHOLE_OUTPUT: f64 = 3.0;
 
 /// Whether the output layer, which would be compressed, is sent whole.
 fn sends_whole(output: usize, layers: &[Layer], choices: &[Choice], config: &Config) -> bool {

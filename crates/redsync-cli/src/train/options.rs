@@ -79,7 +79,7 @@ pub struct Options {
     #[arg(long, help_heading = "Compression")]
     pub rest: Option<String>,
     /// Send the whole output layer at every step, in two bits per element, the error kept, instead of its largest elements [default: true
-    /// with adamw, where the method quantizes and that takes at most twice the bytes of all other messages]
+    /// with adamw, where the method quantizes and that takes at most three times the bytes of all other messages]
     #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
     pub whole_output: Option<bool>,
     /// How messages travel: gather (every worker receives every worker's), owners (every element has an owner, who adds what all sent

@@ -94,8 +94,8 @@ def attach(
             ``AdamW`` and ``Adam`` at a density below 0.4%. With ``plan="paper"`` and the method ``rgc-naive`` always ``f32``, as
             is every parameter that the optimizer does not have.
         whole_output: send every element of the output layer at every step, in two bits each, the error kept, instead of its
-            largest ones. By default with ``AdamW`` and ``Adam``, where the method quantizes and that takes at most twice the bits
-            of all other messages: there most of what compression costs came from an output layer whose elements wait
+            largest ones. By default with ``AdamW`` and ``Adam``, where the method quantizes and that takes at most three times the
+            bits of all other messages: there most of what compression costs came from an output layer whose elements wait
             (docs/results.md).
         exchange: how messages travel: ``gather`` (every rank receives every rank's), ``owners`` (every element has an owner, who
             adds what all ranks sent of it and sends on the largest: what a rank receives does not grow with their number) or
