@@ -135,9 +135,10 @@ fn choice(layer: &Layer, config: &Config) -> Choice {
 
 /// Within how many steps Adam's second moments are told; 0 for never.
 pub(crate) fn moment_period(layers: &[Layer], choices: &[Choice], config: &Config) -> u64 {
-    let mut both = layers.iter().zip(choices);
-    let whole = both.any(|(layer, choice)| {
-        layer.kind == Kind::Output && second::has(layer, config) && !choice.is_sparse()
+    // Where nothing is compressed nothing is told either, and a checkpoint says what it always said.
+    let compresses = config.method != Method::Sgd;
+    let whole = layers.iter().zip(choices).any(|(layer, choice)| {
+        compresses && layer.kind == Kind::Output && second::has(layer, config) && !choice.is_sparse()
     });
     let usual = match config.density < FEW {
         _ if whole => 0,
@@ -411,6 +412,10 @@ mod tests {
         assert_eq!(of(&Config { whole_output: Some(true), ..Config::default() }), Choice::DenseTwoBit);
         let preset = Preset::Paper { recurrent: false };
         assert!(of(&Config { preset, whole_output: Some(true), ..adam.clone() }).is_sparse());
-        assert_eq!(of(&Config { method: Method::Sgd, whole_output: Some(true), ..adam }), Choice::Dense);
+        let dense = Config { method: Method::Sgd, whole_output: Some(true), ..adam.clone() };
+        assert_eq!(of(&dense), Choice::Dense);
+        let period = |config: &Config| moment_period(&layers, &choices(&layers, config).unwrap(), config);
+        assert_eq!([&adam, &dense, &Config::default()].map(period), [0, 64, 256]);
+        assert_eq!(period(&Config { whole_output: Some(false), ..adam }), 64);
     }
 }
