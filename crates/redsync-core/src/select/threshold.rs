@@ -23,7 +23,9 @@ impl Range {
     pub fn of(n: usize, phase: Phase, workspace: &Workspace) -> Self {
         let stats = workspace.stats();
         let count = if phase == Phase::Both { n as u64 } else { stats.count };
-        Range { mean: (stats.sum / count.max(1) as f64) as f32, max: stats.max }
+        // The sums of large elements may overflow where no element does.
+        let mean = (stats.sum / count.max(1) as f64) as f32;
+        Range { mean: mean.min(stats.max), max: stats.max }
     }
 
     pub fn at(&self, ratio: f32) -> f32 {

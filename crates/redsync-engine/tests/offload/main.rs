@@ -5,11 +5,11 @@
 mod pair;
 mod plain;
 
-use pair::{Bench, Far, config, event, noise, run, run_large};
+use pair::{Bench, Far, Pair, config, event, noise, run, run_large};
 use plain::Plain;
 use proptest::prelude::*;
 use redsync_core::{
-    Adam, Compressor, Config, ConfigError, Density, Momentum, Sending, Sparse, Values, Workspace,
+    Adam, Compressor, Config, ConfigError, Density, Momentum, Selector, Sending, Sparse, Values, Workspace,
 };
 use redsync_engine::offload::Offloaded;
 use redsync_engine::{LayerCompressor, Source};
@@ -47,6 +47,21 @@ proptest! {
 #[test]
 fn a_large_layer_is_the_hosts_layer_too_and_refuses_as_it_does() {
     run_large(&Reference);
+}
+
+/// Their sum is more than an f32 holds, so the mean from which some selectors start.
+#[test]
+fn elements_of_any_magnitude_are_searched_by_a_number() {
+    let gradient = Far::F32(noise(3000, 1).iter().map(|x| x.signum() * 3e38).collect());
+    let selectors = [Selector::Exact, Selector::Trimmed, Selector::Threshold, Selector::Carried];
+    let each = selectors.iter().flat_map(|selector| [(*selector, Values::F32), (*selector, Values::Asq)]);
+    for (selector, values) in each.chain([(Selector::Sampled, Values::F32)]) {
+        let config = Config { selector, values, ..Config::default() };
+        let mut pair = Pair::new(&Reference, 3000, config, None);
+        assert!(pair.accumulate(&gradient, 1.0));
+        pair.select();
+        pair.check();
+    }
 }
 
 /// Bytes per sent element, on average over steps in which no pass but the accumulating one was needed.

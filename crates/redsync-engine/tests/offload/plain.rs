@@ -38,7 +38,7 @@ impl Plain {
     }
 
     fn find(&mut self, seek: Seek, found: &mut Found) {
-        assert!(seek.floor >= 0.0 && seek.capacity <= self.v.len());
+        assert!(seek.floor >= 0.0 && seek.capacity <= self.v.len(), "{seek:?} of {} elements", self.v.len());
         let floor = seek.floor.to_bits() as i32;
         let hits: Vec<u32> =
             (0u32..).zip(self.seen(seek.phase)).filter(|(_, x)| *x > floor).map(|(i, _)| i).collect();
