@@ -147,16 +147,22 @@ unsafe fn pass_lanes<R: Registers, const KIND: u8, const STATS: bool, const SAVE
         largest: registers.bits(0),
         stats: registers.no_stats(),
     };
-    let mut first = 0;
-    while first < blocks {
+    // The hits of a group are looked at when the next one is under way. What they are is known only when the last of the group has come from
+    // memory, and how many is anybody's guess: looked at once, a wrong guess would end all loads that wait behind it.
+    let (mut first, mut before) = (0, (0, 0));
+    loop {
         let rows = GROUP.min(blocks - first);
         // SAFETY: the blocks are among `blocks`, which lie within every slice that KIND and SAVE use; alignment as promised.
         let hits = unsafe { walk.group::<KIND, STATS, SAVE>(first, rows) };
         // SAFETY: v has n elements, and nobody writes while these are read. From the pointer, since a new borrow of the slice would
         // end its right to write on.
         let written = unsafe { std::slice::from_raw_parts(v.cast_const(), n) };
-        let at = first * BLOCK;
+        let (group, hits) = std::mem::replace(&mut before, (first, hits));
+        let at = group * BLOCK;
         push_hits(registers, plan.lens, floor, &written[at..], slices.base + at as u32, hits, found);
+        if rows == 0 {
+            break;
+        }
         first += rows;
     }
     let finite = !registers.any_above(walk.largest, registers.bits(NOT_FINITE - 1));
