@@ -149,7 +149,7 @@ pub struct Options {
     /// Weight decay, of all but biases and norms [default: 0.0005, 0 for LSTMs, 0.1 with adamw]
     #[arg(long, help_heading = "Training")]
     pub weight_decay: Option<f32>,
-    /// Largest norm of all gradients together; 0 for none [default: 0.25 for LSTMs, none for others]
+    /// Largest norm of all gradients together; 0 for none [default: 1 for transformers, 0.25 for LSTMs, none for others]
     #[arg(long, help_heading = "Training")]
     pub clip: Option<f32>,
     /// Each of N workers clips its own gradients to the limit times N to the power of minus this: 0.5, as the paper has it, for gradients
