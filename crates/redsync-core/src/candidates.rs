@@ -27,7 +27,8 @@ impl Candidates {
         self.clear();
         (self.floor, self.keep) = (floor, keep);
         if floor < f32::INFINITY {
-            self.keys.reserve((self.limit() + CHUNK).min(len));
+            // With the place that a pass wants beside its candidates.
+            self.keys.reserve((self.limit() + CHUNK).min(len) + 1);
         }
     }
 

@@ -11,9 +11,13 @@
 use super::portable::{self, StatLanes};
 use super::{ADAM, ADAM_GIVEN, BLOCK, CHUNK, Key, MOMENTUM, NESTEROV, Outcome, PLAIN, Plan, Slices, squares};
 use crate::phase::Lens;
+use std::mem::MaybeUninit;
 
-/// Blocks whose hits are looked at together, one bit in a word for each.
-const GROUP: usize = u64::BITS as usize;
+/// Blocks after which one of those that may have a candidate is looked at.
+const STRIDE: usize = 8;
+
+/// More than the blocks of a chunk, by a power of two: a place is found by a few bits of its number, and need not be checked.
+const ROOM: usize = (CHUNK / BLOCK + 1).next_power_of_two();
 
 /// Magnitudes from here on, as integers, are those of infinity and NaN.
 const NOT_FINITE: u32 = 0x7f80_0000;
@@ -147,24 +151,24 @@ unsafe fn pass_lanes<R: Registers, const KIND: u8, const STATS: bool, const SAVE
         largest: registers.bits(0),
         stats: registers.no_stats(),
     };
-    // The hits of a group are looked at when the next one is under way. What they are is known only when the last of the group has come from
-    // memory, and how many is anybody's guess: looked at once, a wrong guess would end all loads that wait behind it.
-    let (mut first, mut before) = (0, (0, 0));
-    loop {
-        let rows = GROUP.min(blocks - first);
-        // SAFETY: the blocks are among `blocks`, which lie within every slice that KIND and SAVE use; alignment as promised.
-        let hits = unsafe { walk.group::<KIND, STATS, SAVE>(first, rows) };
+    let mut hits = Hits::new(registers, plan.lens, floor, slices.base, n, found);
+    let mut first = 0;
+    while first < blocks {
+        let last = blocks.min(first + STRIDE);
+        for block in first..last {
+            // SAFETY: the block is among `blocks`, which lie within every slice that KIND and SAVE use; alignment as promised.
+            let hit = unsafe { walk.block::<KIND, STATS, SAVE>(block) };
+            hits.note(block, hit);
+        }
+        first = last;
         // SAFETY: v has n elements, and nobody writes while these are read. From the pointer, since a new borrow of the slice would
         // end its right to write on.
-        let written = unsafe { std::slice::from_raw_parts(v.cast_const(), n) };
-        let (group, hits) = std::mem::replace(&mut before, (first, hits));
-        let at = group * BLOCK;
-        push_hits(registers, plan.lens, floor, &written[at..], slices.base + at as u32, hits, found);
-        if rows == 0 {
-            break;
-        }
-        first += rows;
+        hits.look(unsafe { std::slice::from_raw_parts(v.cast_const(), n) });
     }
+    // SAFETY: as above.
+    let count = hits.finish(unsafe { std::slice::from_raw_parts(v.cast_const(), n) });
+    // SAFETY: there was room for them, and they were written.
+    unsafe { found.set_len(found.len() + count) };
     let finite = !registers.any_above(walk.largest, registers.bits(NOT_FINITE - 1));
     let lanes = registers.stat_lanes(walk.stats);
     let mut outcome = portable::pass_from::<KIND, STATS>(blocks * BLOCK, lanes, plan, floor, slices, found);
@@ -200,24 +204,6 @@ struct Walk<R: Registers> {
 }
 
 impl<R: Registers> Walk<R> {
-    /// Runs the rule over `rows` blocks, at most a group. Returns a bit for each that may have a candidate.
-    ///
-    /// # Safety
-    /// As for `block`, for all of them.
-    #[inline(always)]
-    unsafe fn group<const KIND: u8, const STATS: bool, const SAVE: bool>(
-        &mut self,
-        first: usize,
-        rows: usize,
-    ) -> u64 {
-        let mut hits = 0;
-        for row in 0..rows {
-            // SAFETY: as promised.
-            hits |= unsafe { self.block::<KIND, STATS, SAVE>(first + row) } << row;
-        }
-        hits
-    }
-
     /// The next second moment, and the root of it by which the momentum is divided.
     ///
     /// # Safety
@@ -244,12 +230,12 @@ impl<R: Registers> Walk<R> {
         }
     }
 
-    /// Runs the rule over one block. Returns 1 if it may have a candidate, or else 0.
+    /// Runs the rule over one block. Returns whether it may have a candidate.
     ///
     /// # Safety
     /// The block must lie within every slice that KIND and SAVE use; the saved ones must be aligned to the size of a register.
     #[inline(always)]
-    unsafe fn block<const KIND: u8, const STATS: bool, const SAVE: bool>(&mut self, block: usize) -> u64 {
+    unsafe fn block<const KIND: u8, const STATS: bool, const SAVE: bool>(&mut self, block: usize) -> bool {
         let r = self.registers;
         let mut largest = r.bits(0);
         for j in 0..BLOCK / R::LANES {
@@ -292,7 +278,7 @@ impl<R: Registers> Walk<R> {
             }
         }
         self.largest = r.larger(self.largest, largest);
-        u64::from(r.any_above(largest, self.floor))
+        r.any_above(largest, self.floor)
     }
 }
 
@@ -305,57 +291,117 @@ pub(super) fn scan<R: Registers>(r: R, lens: Lens, floor: f32, v: &[f32], base: 
     assert!(v.len() <= CHUNK, "a pass takes at most a chunk");
     let (rows, tail) = v.as_chunks::<BLOCK>();
     let (keep, flip, floor_bits) = (r.bits(lens.keep), r.bits(lens.flip), r.bits(floor.to_bits()));
-    for (group, rows) in rows.chunks(GROUP).enumerate() {
-        let mut hits = 0u64;
-        for (block, row) in rows.iter().enumerate() {
+    let mut hits = Hits::new(r, lens, floor, base, v.len(), found);
+    for (stride, some) in rows.chunks(STRIDE).enumerate() {
+        for (block, row) in some.iter().enumerate() {
             let mut largest = r.bits(0);
             for part in row.chunks_exact(R::LANES) {
                 // SAFETY: a part has LANES elements.
                 let value = unsafe { r.load(part.as_ptr()) };
                 largest = r.larger(largest, r.to_bits(r.see(value, keep, flip)));
             }
-            hits |= u64::from(r.any_above(largest, floor_bits)) << block;
+            hits.note(stride * STRIDE + block, r.any_above(largest, floor_bits));
         }
-        let at = group * GROUP * BLOCK;
-        push_hits(r, lens, floor, &v[at..], base + at as u32, hits, found);
+        hits.look(v);
     }
+    let count = hits.finish(v);
+    // SAFETY: there was room for them, and they were written.
+    unsafe { found.set_len(found.len() + count) };
     portable::scan(lens, floor, tail, base + (v.len() - tail.len()) as u32, found);
 }
 
-/// Looks again at the blocks with a hit, one bit each from the first of v on, and appends their candidates, in order. `base` is
-/// the index of the first element of v.
-#[inline(always)]
-fn push_hits<R: Registers>(
-    r: R,
-    lens: Lens,
-    floor: f32,
-    v: &[f32],
+/// Blocks that may have a candidate, in order, and the candidates of those that were looked at.
+///
+/// They are looked at behind the pass, one after every few blocks and without a branch that depends on how many there are: whether
+/// there is one is anybody's guess, and a processor that guessed wrong has to begin anew with all it had begun, loads from memory among it.
+/// Looked at as soon as they were found, candidates took a seventh of a pass over 64M elements; looked at like this, nothing that could be
+/// measured.
+struct Hits<'a, R: Registers> {
+    registers: R,
+    keep: R::Bits,
+    flip: R::Bits,
+    floor: R::Floats,
+    /// The index of the first element of the first block.
     base: u32,
-    mut hits: u64,
-    found: &mut Vec<Key>,
-) {
-    // Room for all there can be, so that the loop need not look whether there is some.
-    found.reserve(hits.count_ones() as usize * BLOCK);
-    let (rows, _) = v.as_chunks::<BLOCK>();
-    let (keep, flip, floor) = (r.bits(lens.keep), r.bits(lens.flip), r.floats(floor));
-    let (room, mut count) = (found.spare_capacity_mut(), 0);
-    while hits != 0 {
-        let block = hits.trailing_zeros() as usize;
+    /// Their numbers.
+    blocks: [u16; ROOM],
+    noted: usize,
+    looked: usize,
+    room: &'a mut [MaybeUninit<Key>],
+    found: usize,
+}
+
+impl<'a, R: Registers> Hits<'a, R> {
+    /// For candidates of up to `n` elements, which are appended to `found` once its length is set.
+    #[inline(always)]
+    fn new(registers: R, lens: Lens, floor: f32, base: u32, n: usize, found: &'a mut Vec<Key>) -> Self {
+        // One more: a key is written before it is known whether it is one.
+        found.reserve(n + 1);
+        Hits {
+            registers,
+            keep: registers.bits(lens.keep),
+            flip: registers.bits(lens.flip),
+            floor: registers.floats(floor),
+            base,
+            blocks: [0; ROOM],
+            noted: 0,
+            looked: 0,
+            room: found.spare_capacity_mut(),
+            found: 0,
+        }
+    }
+
+    /// A block is done, and may have a candidate or not.
+    #[inline(always)]
+    fn note(&mut self, block: usize, hit: bool) {
+        self.blocks[self.noted % ROOM] = block as u16;
+        self.noted += usize::from(hit);
+    }
+
+    /// Looks at the next block of v that may have a candidate, if there is one.
+    #[inline(always)]
+    fn look(&mut self, v: &[f32]) {
+        let (rows, _) = v.as_chunks::<BLOCK>();
+        let waits = self.looked < self.noted;
+        let block = usize::from(self.blocks[self.looked % ROOM]);
         let row = &rows[block];
-        let mut above = 0u64;
+        let above = self.above(row) & u64::from(waits).wrapping_neg();
+        self.write(row, block, above.trailing_zeros() as usize % BLOCK);
+        self.found += usize::from(above != 0);
+        self.looked += usize::from(waits);
+        // More than one is rare, where few are wanted.
+        let mut more = above & above.wrapping_sub(1);
+        while more != 0 {
+            self.write(row, block, more.trailing_zeros() as usize);
+            self.found += 1;
+            more &= more - 1;
+        }
+    }
+
+    /// Looks at all that were noted. Returns how many candidates were written.
+    #[inline(always)]
+    fn finish(mut self, v: &[f32]) -> usize {
+        while self.looked < self.noted {
+            self.look(v);
+        }
+        self.found
+    }
+
+    /// A bit for each element of a block that is a candidate.
+    #[inline(always)]
+    fn above(&self, row: &[f32; BLOCK]) -> u64 {
+        let (r, mut above) = (self.registers, 0);
         for (j, part) in row.chunks_exact(R::LANES).enumerate() {
             // SAFETY: a part has LANES elements.
             let value = unsafe { r.load(part.as_ptr()) };
-            above |= r.above(r.see(value, keep, flip), floor) << (R::LANES * j);
+            above |= r.above(r.see(value, self.keep, self.flip), self.floor) << (R::LANES * j);
         }
-        while above != 0 {
-            let i = above.trailing_zeros() as usize;
-            room[count].write(Key::new(row[i], base + (block * BLOCK + i) as u32));
-            count += 1;
-            above &= above - 1;
-        }
-        hits &= hits - 1;
+        above
     }
-    // SAFETY: there was room for them, and the first `count` places of it were written.
-    unsafe { found.set_len(found.len() + count) };
+
+    /// Writes the next key, which counts if `found` is raised.
+    #[inline(always)]
+    fn write(&mut self, row: &[f32; BLOCK], block: usize, i: usize) {
+        self.room[self.found].write(Key::new(row[i], self.base + (block * BLOCK + i) as u32));
+    }
 }
