@@ -44,11 +44,16 @@ impl Field {
     /// A field of zeros.
     pub fn zeros(len: usize) -> Self {
         static FIELDS: AtomicUsize = AtomicUsize::new(0);
-        let start = || SKEW * (1 + FIELDS.fetch_add(1, Ordering::Relaxed) % SKEWS);
+        let start = || skew(FIELDS.fetch_add(1, Ordering::Relaxed));
         let mapped = (len >= MAPPED_FROM).then(start).and_then(|start| map_huge(len, start));
         let lines = || Memory::Lines(bytemuck::allocation::zeroed_vec(len.div_ceil(16)));
         Field { memory: mapped.unwrap_or_else(lines), len }
     }
+}
+
+/// The element of its memory at which the field of a number starts.
+fn skew(number: usize) -> usize {
+    SKEW * (1 + number % SKEWS)
 }
 
 /// Anonymous memory for `len` floats behind `start` others; None where it cannot be had this way, and the heap has to do.
@@ -78,6 +83,34 @@ impl DerefMut for Field {
         match &mut self.memory {
             Memory::Lines(lines) => &mut bytemuck::cast_slice_mut(lines)[..self.len],
             Memory::Mapped(bytes, start) => &mut bytemuck::cast_slice_mut(bytes)[*start..],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_fields_are_zero_and_start_on_a_cache_line() {
+        for len in [MAPPED_FROM, MAPPED_FROM + 1, 3 * MAPPED_FROM - 5] {
+            let mut field = Field::zeros(len);
+            assert_eq!(field.len(), len);
+            assert!(field.iter().all(|x| x.to_bits() == 0));
+            assert!(field.as_ptr().addr().is_multiple_of(64));
+            field[len - 1] = 1.0;
+            assert_eq!(field.iter().sum::<f32>(), 1.0);
+        }
+    }
+
+    /// u, v and the moments of a layer are made one behind the other, and a gradient starts where its memory does.
+    #[test]
+    fn fields_that_are_made_one_behind_the_other_start_at_places_that_are_not_alike() {
+        for first in 0..40 {
+            let mut starts: Vec<usize> = (first..first + SKEWS).map(|i| 4 * skew(i) % (1 << 20)).collect();
+            starts.push(0);
+            starts.sort_unstable();
+            assert!(starts.windows(2).all(|pair| pair[1] - pair[0] >= 1 << 10), "{starts:?}");
         }
     }
 }
