@@ -1,4 +1,4 @@
-"""One rank of `lab/wall-clock`: trains gpt-small by AdamW with one way to exchange, and keeps loss and time of every step.
+"""One rank of `lab/wall-clock`: trains gpt-small by AdamW with one way to exchange, and keeps loss, time and bytes of every step.
 
 Comes in: a method, a text, the process group's environment. Goes out, from rank 0: a JSON file. What must hold: all methods see
 the same model, text, windows, rate and clipping; nothing but what the method sends crosses the network during the measured steps,
@@ -70,7 +70,7 @@ def main() -> None:
     text = torch.frombuffer(bytearray(arguments.text.read_bytes()), dtype=torch.uint8)
     # The same windows for every method; others for every rank.
     places = torch.Generator().manual_seed(1000 * arguments.seed + rank)
-    seconds, losses, before = [], [], 0
+    seconds, losses, traffic = [], [], []
     dist.barrier()
     before, begin = sent(), time.perf_counter()
     for step in range(arguments.steps):
@@ -86,7 +86,7 @@ def main() -> None:
         optimizer.step()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - begin)
-    traffic = sent() - before
+        traffic.append(sent() - before)
     mean = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(mean)
     if rank == 0:
