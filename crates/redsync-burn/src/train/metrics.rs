@@ -11,6 +11,19 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+/// How a run trains, beside its model and method: what tells two runs of one method apart.
+#[derive(Clone, Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct Way {
+    pub optimizer: &'static str,
+    /// At its highest.
+    pub lr: f64,
+    pub momentum: f32,
+    pub density: f64,
+    /// Steps from one exchange to the next.
+    pub every: u64,
+}
+
 /// What a run is, told once.
 #[derive(Clone, Debug, Serialize)]
 #[allow(missing_docs)]
@@ -24,7 +37,8 @@ pub struct RunRecord {
     pub parameters: usize,
     /// Parameters in layers that are compressed.
     pub compressed: usize,
-    pub density: f64,
+    #[serde(flatten)]
+    pub way: Way,
     /// Of one worker.
     pub batch: usize,
     pub epochs: u32,
@@ -94,6 +108,8 @@ pub struct Summary {
     pub method: &'static str,
     pub workers: usize,
     pub seed: u64,
+    #[serde(flatten)]
+    pub way: Way,
     pub metric_name: &'static str,
     pub epochs: Vec<EpochSummary>,
     #[serde(rename = "final")]
@@ -314,7 +330,7 @@ mod tests {
             seed: 1,
             parameters: 10,
             compressed: 8,
-            density: 0.001,
+            way: Way { optimizer: "nesterov", lr: 0.1, momentum: 0.9, density: 0.001, every: 1 },
             batch: 16,
             epochs: 3,
             steps_per_epoch: 10,

@@ -20,7 +20,7 @@ mod tell;
 mod trainer;
 mod words;
 
-pub use metrics::{EpochRecord, LayerRecord, Metrics, Observer, RunRecord, StepRecord, Summary};
+pub use metrics::{EpochRecord, LayerRecord, Metrics, Observer, RunRecord, StepRecord, Summary, Way};
 pub use optimizer::Optimizer;
 pub use schedule::{Pace, Schedule};
 pub use seconds::{Seconds, milliseconds};

@@ -1,9 +1,9 @@
 //! What a trainer tells of itself: records of the run, of steps and of layers, and the summary at its end.
 
-use super::metrics::{EpochSummary, Final};
+use super::metrics::{EpochSummary, Final, Way};
 use super::task::Task;
 use super::trainer::Trainer;
-use super::{EpochRecord, LayerRecord, RunRecord, StepRecord, Summary, TrainError};
+use super::{EpochRecord, LayerRecord, Optimizer, RunRecord, Settings, StepRecord, Summary, TrainError};
 use redsync_engine::{Choice, Layer};
 
 impl<T: Task> Trainer<'_, T> {
@@ -13,6 +13,12 @@ impl<T: Task> Trainer<'_, T> {
 
     fn layers(&self) -> impl Iterator<Item = (&Layer, Choice)> {
         self.sync().layers().iter().zip(self.sync().choices().iter().copied())
+    }
+
+    fn way(&self) -> Way {
+        let Settings { optimizer, lr, momentum, density, every, .. } = *self.settings;
+        let momentum = if optimizer == Optimizer::Sgd { 0.0 } else { momentum };
+        Way { optimizer: optimizer.name(), lr, momentum, density, every: every.unwrap_or(1) }
     }
 
     pub(super) fn run_record(&self) -> RunRecord {
@@ -30,7 +36,7 @@ impl<T: Task> Trainer<'_, T> {
                 .filter(|(_, choice)| choice.is_sparse())
                 .map(|(layer, _)| layer.size)
                 .sum(),
-            density: settings.density,
+            way: self.way(),
             batch: settings.batch_size,
             epochs: settings.epochs,
             steps_per_epoch: self.task.steps_per_epoch(),
@@ -107,6 +113,7 @@ impl<T: Task> Trainer<'_, T> {
             method: settings.method.name(),
             workers: self.ranks.seat().ranks,
             seed: settings.seed,
+            way: self.way(),
             metric_name: T::METRIC,
             epochs: self.records.iter().map(epoch).collect(),
             end,

@@ -24,6 +24,8 @@ pub struct Found {
 #[derive(Debug, Default)]
 pub struct Run {
     pub meta: Meta,
+    /// Its method, and how it differs from other runs of that method; what equal runs but for their seeds share.
+    pub way: String,
     pub steps: Vec<Step>,
     pub layers: Vec<Layer>,
     pub epochs: Vec<Epoch>,
@@ -68,8 +70,26 @@ pub struct Meta {
     pub workers: u64,
     pub seed: u64,
     pub parameters: u64,
+    /// Older files tell of these four only the density.
+    pub density: Option<f64>,
+    pub lr: Option<f64>,
+    pub momentum: Option<f64>,
+    /// Steps from one exchange to the next.
+    pub every: Option<u64>,
     /// The step it began with.
     pub step: u64,
+}
+
+impl Meta {
+    /// Whether ranks exchange weights after some steps of their own.
+    pub fn is_local(&self) -> bool {
+        self.every.is_some_and(|every| every > 1)
+    }
+
+    /// Whether its gradients are summed as they are.
+    pub fn is_dense(&self) -> bool {
+        self.method == "sgd" && !self.is_local()
+    }
 }
 
 /// Some steps: averages since the record before.

@@ -37,6 +37,7 @@ impl Report {
         for path in &self.runs {
             found.add(path)?;
         }
+        sections::name_ways(&mut found.runs);
         let page = page::page(&sections::all(&found, self.gbit)?);
         crate::files::write(&self.out, page.as_bytes())?;
         crate::say!("{}", self.out.display());

@@ -1,7 +1,7 @@
 //! What the page shows, from what was found: each section only if there is something for it.
 
 use super::chart::{Axes, Series, bars, lines, short};
-use super::load::{Cell, Found, Run, Simulation, SyncStep};
+use super::load::{Cell, Found, Meta, Run, Simulation, SyncStep};
 use super::methods::{methods, rank};
 use super::page::{Section, figure, grid, legend, table, text};
 use super::training::training;
@@ -41,7 +41,30 @@ pub fn all(found: &Found, gbit: f64) -> Result<Vec<Section>> {
 
 /// What a run is called in a legend.
 pub fn name(run: &Run) -> String {
-    format!("{} · {} workers · seed {}", run.meta.method, run.meta.workers, run.meta.seed)
+    format!("{} · {} workers · seed {}", run.way, run.meta.workers, run.meta.seed)
+}
+
+/// Names the ways of runs: a method, and of its settings those in which runs of it on one task differ.
+pub fn name_ways(runs: &mut [Run]) {
+    let local = |meta: &Meta| match meta.every.filter(|_| meta.is_local()) {
+        Some(every) => format!("{} every {every}", meta.method),
+        None => meta.method.clone(),
+    };
+    let density =
+        |meta: &Meta| meta.density.filter(|_| meta.method != "sgd").map(|d| format!("{}%", short(100.0 * d)));
+    let momentum = |meta: &Meta| meta.momentum.map(|m| format!("momentum {}", short(m)));
+    let rate = |meta: &Meta| meta.lr.map(|lr| format!("rate {}", short(lr)));
+    runs.iter_mut().for_each(|run| run.way = local(&run.meta));
+    let settings: [&dyn Fn(&Meta) -> Option<String>; 3] = [&density, &momentum, &rate];
+    for setting in settings {
+        let told: Vec<_> = runs.iter().map(|run| (task(run), run.way.clone(), setting(&run.meta))).collect();
+        for (run, (task, way, value)) in runs.iter_mut().zip(&told) {
+            let differs = told.iter().any(|other| other.0 == *task && other.1 == *way && other.2 != *value);
+            if let Some(value) = value.as_ref().filter(|_| differs) {
+                run.way = format!("{way}, {value}");
+            }
+        }
+    }
 }
 
 /// What a run trains; PyTorch does not say on which data.
@@ -58,7 +81,8 @@ pub fn by_task(runs: &[Run]) -> BTreeMap<String, Vec<&Run>> {
     for run in runs {
         tasks.entry(task(run)).or_default().push(run);
     }
-    tasks.values_mut().for_each(|runs| runs.sort_by_key(|run| (rank(&run.meta.method), run.meta.seed)));
+    let key = |run: &&Run| (rank(&run.meta.method), run.meta.is_local(), run.way.clone(), run.meta.seed);
+    tasks.values_mut().for_each(|runs| runs.sort_by_cached_key(key));
     tasks
 }
 

@@ -1,4 +1,4 @@
-//! How trainings went: loss by epoch, against bytes and against time, and the metric.
+//! How trainings went: loss by step and epoch, against bytes and against time, and the metric.
 //! What must hold: every run of a task is in the same chart, also one that PyTorch made, if it told a loss.
 
 use super::chart::{Axes, Series, lines};
@@ -10,6 +10,7 @@ use anyhow::Result;
 /// A loss, and what it took to get there.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Point {
+    steps: f64,
     bytes: f64,
     seconds: f64,
     loss: f64,
@@ -34,6 +35,12 @@ pub fn training(runs: &[Run]) -> Result<Section> {
                 Axes { x: "seconds", y: "loss", log_x: false, log_y: true },
                 walked(&runs, |point| point.seconds),
             ),
+            (
+                "training loss against steps",
+                "mean of the steps since the point before",
+                Axes { x: "steps", y: "loss", log_x: false, log_y: true },
+                walked(&runs, |point| point.steps),
+            ),
             ("training loss", "by epoch", by_epoch("loss", true), epochs(&runs, |e| e.train_loss)),
             ("test loss", "by epoch", by_epoch("loss", true), epochs(&runs, |e| e.test_loss)),
             (metric, "by epoch", by_epoch("", false), epochs(&runs, |e| e.metric)),
@@ -50,26 +57,26 @@ pub fn training(runs: &[Run]) -> Result<Section> {
     Ok(Section { title: "Training", intro: intro.into(), body: grid(&figures) })
 }
 
-/// One colour for each run, or for each method if one has several runs; and the legend.
+/// One colour for each run, or for each way if one has several runs; and the legend.
 fn coloured(runs: &[&Run], series: Vec<Series>) -> (Vec<Series>, Vec<(String, bool)>) {
-    let mut methods: Vec<(&str, usize)> = Vec::new();
+    let mut ways: Vec<(&str, usize)> = Vec::new();
     for run in runs {
-        match methods.iter_mut().find(|(method, _)| *method == run.meta.method) {
+        match ways.iter_mut().find(|(way, _)| *way == run.way) {
             Some((_, count)) => *count += 1,
-            None => methods.push((&run.meta.method, 1)),
+            None => ways.push((&run.way, 1)),
         }
     }
-    if methods.iter().all(|(_, count)| *count == 1) {
+    if ways.iter().all(|(_, count)| *count == 1) {
         let entries = legend(&series);
         return (series, entries);
     }
-    let colour = |run: &Run| methods.iter().position(|(method, _)| *method == run.meta.method);
+    let colour = |run: &Run| ways.iter().position(|(way, _)| *way == run.way);
     let series = series.into_iter().zip(runs).map(|(line, run)| Series { colour: colour(run), ..line });
-    let told = |(method, count): &(&str, usize)| match count {
-        1 => (method.to_string(), false),
-        _ => (format!("{method} · {count} runs"), false),
+    let told = |(way, count): &(&str, usize)| match count {
+        1 => (way.to_string(), false),
+        _ => (format!("{way} · {count} runs"), false),
     };
-    (series.collect(), methods.iter().map(told).collect())
+    (series.collect(), ways.iter().map(told).collect())
 }
 
 fn by_epoch(y: &'static str, log_y: bool) -> Axes {
@@ -92,7 +99,7 @@ fn walked(runs: &[&Run], x: fn(&Point) -> f64) -> Vec<Series> {
 
 /// The losses of some steps each; those of epochs, if steps do not tell theirs.
 fn points(run: &Run) -> Vec<Point> {
-    let mut at = Point { bytes: 0.0, seconds: 0.0, loss: 0.0 };
+    let mut at = Point { steps: 0.0, bytes: 0.0, seconds: 0.0, loss: 0.0 };
     if run.steps.iter().all(|step| step.loss.is_none()) {
         let reached = |epoch: &Epoch| {
             at.seconds += epoch.seconds;
@@ -104,6 +111,7 @@ fn points(run: &Run) -> Vec<Point> {
     let reached = |step: &super::load::Step| {
         let steps = step.step.saturating_sub(before) as f64;
         before = step.step;
+        at.steps = step.step as f64;
         at.bytes += steps * step.bytes_sent;
         at.seconds += steps * step.seconds.total;
         Some(Point { loss: step.loss?, ..at })
@@ -126,18 +134,19 @@ mod tests {
     fn bytes_and_seconds_add_up_over_the_steps_between_two_records() {
         let run =
             Run { steps: vec![step(20, Some(3.0)), step(25, None), step(40, Some(1.0))], ..Run::default() };
-        let expected = [(2000.0, 10.0, 3.0), (4000.0, 20.0, 1.0)];
-        let expected = expected.map(|(bytes, seconds, loss)| Point { bytes, seconds, loss });
+        let expected = [(20.0, 2000.0, 10.0, 3.0), (40.0, 4000.0, 20.0, 1.0)];
+        let expected = expected.map(|(steps, bytes, seconds, loss)| Point { steps, bytes, seconds, loss });
         assert_eq!(points(&run), expected);
         // A file that begins where another run ended.
         let run = Run { meta: Meta { step: 10, ..Meta::default() }, ..run };
-        assert_eq!(points(&run)[0], Point { bytes: 1000.0, seconds: 5.0, loss: 3.0 });
+        assert_eq!(points(&run)[0], Point { steps: 20.0, bytes: 1000.0, seconds: 5.0, loss: 3.0 });
     }
 
     #[test]
     fn runs_of_one_method_have_one_colour_and_others_one_each() {
         let run = |method: &str| Run {
             meta: Meta { method: method.into(), ..Meta::default() },
+            way: method.into(),
             steps: vec![step(20, Some(3.0)), step(40, Some(1.0))],
             ..Run::default()
         };
@@ -174,6 +183,7 @@ mod tests {
             ..Run::default()
         };
         let expected = [(10.0, 2.0, 3.0), (20.0, 4.0, 1.0)];
-        assert_eq!(points(&run), expected.map(|(bytes, seconds, loss)| Point { bytes, seconds, loss }));
+        let expected = expected.map(|(bytes, seconds, loss)| Point { steps: 0.0, bytes, seconds, loss });
+        assert_eq!(points(&run), expected);
     }
 }

@@ -195,7 +195,7 @@ def attach(
         attachment = LocalSteps(model, optimizer, settings, output, every, outer_rate, process_group, deadline, log_every)
     if log is not None:
         try:
-            attachment._log_to(log, model, settings)
+            attachment._log_to(log, model, {**settings, "every": every or 1})
         except UsageError:
             attachment.close()  # the other ranks hear of it
             raise

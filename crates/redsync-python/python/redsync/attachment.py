@@ -148,6 +148,7 @@ class Attachment:
             "model": type(getattr(model, "module", model)).__name__,
             "method": settings["method"],
             "density": settings["density"],
+            "every": settings["every"],
             "workers": self._group.size,
             "comm": "torch",
             "seed": torch.initial_seed(),
