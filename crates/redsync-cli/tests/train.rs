@@ -41,6 +41,8 @@ fn the_summary_is_one_json_document_with_all_that_was_promised() {
     for key in ["model", "data", "method", "workers", "seed", "bytes_sent", "dense_bytes", "replica_hash"] {
         assert!(!summary[key].is_null(), "{key}");
     }
+    assert_eq!(summary["optimizer"], "nesterov");
+    assert_eq!((&summary["momentum"], &summary["every"]), (&Value::from(0.9), &Value::from(1)));
     for key in ["forward", "backward", "select", "encode", "exchange", "decode", "apply", "update", "total"] {
         assert!(summary["seconds"][key].is_number(), "{key}");
     }

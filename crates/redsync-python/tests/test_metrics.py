@@ -43,6 +43,7 @@ def test_a_run_is_told_step_by_step_and_its_bytes_add_up(tmp_path):
     assert [line["kind"] for line in told] == ["run", "step", "step", "step", "epoch", "final"]
     run, steps, epoch, final = told[0], told[1:4], told[4], told[5]
     assert (run["model"], run["method"], run["workers"], run["step"], run["seed"]) == ("Sequential", "rgc+asq", 2, 0, 5)
+    assert run["every"] == 1
     assert [step["step"] for step in steps] == [3, 6, 7]
     assert all(step["loss"] > 0 and step["ms"]["total"] > 0 for step in steps)
     counts = [3, 3, 1]
@@ -69,7 +70,9 @@ def test_a_resumed_run_says_where_it_goes_on_and_takes_nothing_away(tmp_path):
 def test_local_steps_are_told_by_exchanges(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sent = on_ranks(2, lambda: train(path, 8, every=4, log_every=4)[0])[0]
-    steps = [line for line in lines(path) if line["kind"] == "step"]
+    told = lines(path)
+    steps = [line for line in told if line["kind"] == "step"]
+    assert (told[0]["kind"], told[0]["every"]) == ("run", 4)
     assert [step["step"] for step in steps] == [4, 8]
     assert abs(4 * sum(step["bytes_sent"] for step in steps) - sent) < 8
 
