@@ -130,7 +130,7 @@ pub struct Options {
     /// sgd, momentum, nesterov or adamw [default: nesterov, sgd for LSTMs]
     #[arg(long, help_heading = "Training")]
     pub optimizer: Option<String>,
-    /// Coefficient of the momentum [default: 0.9]
+    /// Coefficient of the momentum [default: 0.9]. What waits in a residual acts like momentum: adamw that compresses does better with 0.5
     #[arg(long, help_heading = "Training")]
     pub momentum: Option<f32>,
     /// Coefficient of adamw's second moment [default: 0.95]
