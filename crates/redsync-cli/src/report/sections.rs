@@ -44,18 +44,22 @@ pub fn name(run: &Run) -> String {
     format!("{} · {} workers · seed {}", run.way, run.meta.workers, run.meta.seed)
 }
 
+/// A setting in which runs of one method may differ, in words.
+type Setting = fn(&Meta) -> Option<String>;
+
 /// Names the ways of runs: a method, and of its settings those in which runs of it on one task differ.
 pub fn name_ways(runs: &mut [Run]) {
-    let local = |meta: &Meta| match meta.every.filter(|_| meta.is_local()) {
-        Some(every) => format!("{} every {every}", meta.method),
-        None => meta.method.clone(),
-    };
-    let density =
-        |meta: &Meta| meta.density.filter(|_| meta.method != "sgd").map(|d| format!("{}%", short(100.0 * d)));
-    let momentum = |meta: &Meta| meta.momentum.map(|m| format!("momentum {}", short(m)));
-    let rate = |meta: &Meta| meta.lr.map(|lr| format!("rate {}", short(lr)));
-    runs.iter_mut().for_each(|run| run.way = local(&run.meta));
-    let settings: [&dyn Fn(&Meta) -> Option<String>; 3] = [&density, &momentum, &rate];
+    let settings: [Setting; 3] = [
+        |meta| meta.density.filter(|_| meta.method != "sgd").map(|d| format!("{}%", short(100.0 * d))),
+        |meta| meta.momentum.map(|m| format!("momentum {}", short(m))),
+        |meta| meta.lr.map(|lr| format!("rate {}", short(lr))),
+    ];
+    for run in runs.iter_mut() {
+        run.way = match run.meta.every.filter(|_| run.meta.is_local()) {
+            Some(every) => format!("{} every {every}", run.meta.method),
+            None => run.meta.method.clone(),
+        };
+    }
     for setting in settings {
         let told: Vec<_> = runs.iter().map(|run| (task(run), run.way.clone(), setting(&run.meta))).collect();
         for (run, (task, way, value)) in runs.iter_mut().zip(&told) {
