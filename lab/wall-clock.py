@@ -1,9 +1,9 @@
-"""One rank of `lab/wall-clock`: trains gpt-small by AdamW with one way to exchange, and keeps time and bytes of every step, and the
-loss on text that is held back.
+"""One rank of `lab/wall-clock`: trains gpt-small by AdamW with one way to exchange.
 
-Comes in: a method, a text, the process group's environment. Goes out, from rank 0: a JSON file. What must hold: all methods see
-the same model, text, windows, rate and clipping, and are judged by the same windows; nothing but what the method sends crosses the
-network during the measured steps, and bytes are those of the network device, headers of TCP included. Judging does not count as time.
+Comes in: a method, a text, the process group's environment. Goes out, from rank 0: a JSON file with time and bytes of every step,
+and the loss on text that is held back. What must hold: all methods see the same model, text, windows, rate and clipping, and are
+judged by the same windows; nothing but what the method sends crosses the network during the measured steps, and bytes are those of
+the network device, headers of TCP included. Judging does not count as time.
 """
 
 import argparse
