@@ -33,8 +33,8 @@ def mlp() -> nn.Module:
 
 
 def smooth() -> nn.Module:
-    """As mlp, without kinks. Adam gives the first gradient that an element ever has a whole step, so a unit of ReLU that is on or off
-    by a rounding makes all of the difference."""
+    """As mlp, without kinks. Adam gives the first gradient that an element ever has a whole step, so a unit of ReLU that is on or
+    off by a rounding makes all of the difference."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 128))
 
