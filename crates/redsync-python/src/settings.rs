@@ -7,6 +7,12 @@ use redsync_engine::{Choice, Config, Exchange, Kind, Layer, Method, Preset, Rest
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+/// How biases and normalization travel where nothing was said.
+#[pyfunction]
+pub fn usual_rest(adam: bool, density: f64) -> &'static str {
+    Rest::usual(adam, density).name()
+}
+
 /// The settings of a run, by name.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]

@@ -136,8 +136,7 @@ impl Simulate {
             let name = every.map_or(method.name().into(), |every| format!("every {every}"));
             all_ranks(name, &|ranks| self.row(&question, method, every, ranks, alone))
         };
-        // One mean for all values is too coarse for AdamW.
-        let adamw = [Method::Sgd, Method::Rgc, Method::RgcTwoBit];
+        let adamw = [Method::Sgd, Method::Rgc, Method::RgcTwoBit, Method::RgcAsq];
         let methods = if self.model.optimizer == OptimizerArg::Adamw { &adamw[..] } else { &PAPERS };
         let local = self.every.iter().map(|every| (Method::RgcTwoBit, Some(*every)));
         let curves = methods.iter().map(|method| (*method, None)).chain(local);

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ._redsync import usual_rest
 from .attachment import Attachment, is_attached
 from .errors import UsageError
 from .gradients import Gradients
@@ -159,7 +160,7 @@ def attach(
     if density is None:
         density = 1 / 64 if every is not None else 0.01 if adam else 0.001
     if rest is None:
-        rest = "2bit" if adam and every is None and density < 0.004 else "8bit"
+        rest = usual_rest(adam and every is None, density)
     plan, choices = (plan, {}) if isinstance(plan, str) else ("carried", dict(plan))
     settings: dict[str, Any] = {
         "method": method,
