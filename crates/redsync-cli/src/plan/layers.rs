@@ -1,6 +1,6 @@
 //! The layers of a model that is not built in: one line per parameter tensor, its name and its shape.
 //!
-//! In PyTorch: `for name, p in model.named_parameters(): print(name, *p.shape)`.
+//! In PyTorch: `for name, p in model.named_parameters(): print(name, *(p.shape or [1]))`.
 
 use anyhow::{Context, Result, bail};
 use redsync_engine::{Kind, Layer};
@@ -24,7 +24,8 @@ fn parse(text: &str) -> Result<Vec<Layer>> {
         let shape: Vec<&str> = words.collect();
         if shape.is_empty() {
             bail!(
-                "line {number}: {name} has no shape: expected its name and its dimensions, as in 'conv1.weight 64 3 3 3'"
+                "line {number}: {name} has no shape: expected its name and its dimensions, as in 'conv1.weight 64 3 3 3'; a single number has \
+                 the dimension 1"
             );
         }
         let mut size = 1usize;
