@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Replica, assert_close, config, gradient, layers, run};
-use redsync_core::Momentum;
+use redsync_core::{Adam, Momentum};
 use redsync_engine::{Choice, Config, Method, Preset, WarmUp};
 
 /// The gradients of a rank; ranks have gradients of very different norms.
@@ -115,6 +115,39 @@ fn local_clipping_comes_before_momentum() {
         };
         let mut all = sum(&(0..=step).map(part).collect::<Vec<_>>());
         // The dense layer has its momentum from the optimizer.
+        all[1] = local(ranks, step, 0.5).swap_remove(1);
+        all
+    });
+}
+
+#[test]
+fn local_clipping_comes_before_adam() {
+    // With an eps as large as the roots of the second moments, Adam does not divide the clipping out again.
+    let adam = Adam { beta1: 0.5, beta2: 0.75, eps: 0.25 };
+    let [b1, b2, eps] = [adam.beta1, adam.beta2, adam.eps].map(f64::from);
+    let momentum = Momentum::Adam(adam);
+    let config = Config { momentum, masking: false, share_moments: Some(0), ..clipping(Method::Rgc, 0.5) };
+    updates_are(config, |ranks, step| {
+        let n = ranks as f64;
+        let clipped = |rank, step| clipped(scaled(&gradients(rank, step), 1.0 / n), 0.5 * n.powf(-0.75));
+        let own = |rank| {
+            let zeros = scaled(&gradients(rank, 0), 0.0);
+            let (mut m, mut q, mut v) = (zeros.clone(), zeros.clone(), zeros);
+            for t in 0..=step {
+                let unbias = |b: f64| 1.0 / (1.0 - b.powi(t as i32 + 1));
+                for (layer, gradient) in clipped(rank, t).into_iter().enumerate() {
+                    for (at, g) in gradient.into_iter().enumerate() {
+                        let (m, q) = (&mut m[layer][at], &mut q[layer][at]);
+                        *m = b1 * *m + (1.0 - b1) * g;
+                        *q = b2 * *q + (1.0 - b2) * (n * g).powi(2);
+                        v[layer][at] = *m * unbias(b1) / ((*q * unbias(b2)).sqrt() + eps);
+                    }
+                }
+            }
+            v
+        };
+        let mut all = sum(&(0..ranks).map(own).collect::<Vec<_>>());
+        // The dense layer has its moments from the optimizer.
         all[1] = local(ranks, step, 0.5).swap_remove(1);
         all
     });

@@ -5,7 +5,7 @@
 mod common;
 
 use common::{Replica, assert_close, bits, config, dense_sgd, everything, gradient, layers, run};
-use redsync_core::{Compressor, Gradient, LayerError, Momentum, Sparse, Unfit, Workspace};
+use redsync_core::{Adam, Compressor, Gradient, LayerError, Momentum, Sparse, Unfit, Workspace};
 use redsync_engine::state::LayerState;
 use redsync_engine::{
     Config, Device, Exchange, Finished, Handed, Host, Kind, Layer, LayerCompressor, Method, Source,
@@ -16,13 +16,24 @@ use std::sync::{Arc, Mutex};
 /// Everything that a replica's next step depends on, as bits.
 fn state(replica: &Replica) -> String {
     let saved = replica.sync.capture(0, Vec::new()).unwrap();
-    let each = |layer: &LayerState| (bits(&[layer.u.clone(), layer.v.clone()]), layer.memory, layer.momentum);
+    let each = |layer: &LayerState| {
+        let LayerState { u, v, second, kept, memory, momentum, rate, .. } = layer.clone();
+        let (own, given, steps) = second.map_or_else(Default::default, |all| (all.own, all.given, all.steps));
+        let kept = kept.map(|kept| (bits(&[kept.v]), kept.memory, kept.rate));
+        (bits(&[u, v, own, given]), steps, kept, memory, momentum, rate)
+    };
     let layers: Vec<_> = saved.layers.iter().map(each).collect();
     format!("{layers:?} {:?}", bits(&replica.weights))
 }
 
 fn undoing(method: Method) -> Config {
     Config { undo: true, momentum: Momentum::Nesterov(0.9), ..config(method, 0.05) }
+}
+
+/// The same with Adam, of whose second moments a part is told at every step.
+fn undoing_adam(method: Method) -> Config {
+    let momentum = Momentum::Adam(Adam { beta1: 0.9, beta2: 0.99, eps: 1e-8 });
+    Config { momentum, share_moments: Some(4), ..undoing(method) }
 }
 
 #[test]
@@ -110,7 +121,7 @@ fn a_scaled_loss_trains_like_an_unscaled_one() {
 
 #[test]
 fn an_overflow_on_one_rank_is_taken_back_on_all() {
-    for method in [Method::Rgc, Method::RgcAsq] {
+    for undoing in [undoing(Method::Rgc), undoing(Method::RgcAsq), undoing_adam(Method::RgcTwoBit)] {
         for clip in [None, Some(0.5)] {
             // A compressed layer, and a dense one.
             for layer in [0, 1, 2, 3] {
@@ -119,8 +130,8 @@ fn an_overflow_on_one_rank_is_taken_back_on_all() {
                     (f32::NAN, Some(Exchange::Owners)),
                     (f32::NAN, Some(Exchange::Hosts)),
                 ] {
-                    let config = Config { clip, exchange, ..undoing(method) };
-                    let what = format!("{method:?} {clip:?} layer {layer} {value}");
+                    let config = Config { clip, exchange, ..undoing.clone() };
+                    let what = format!("{:?} {clip:?} layer {layer} {value}", config.method);
                     run(4, move |rank, comm| {
                         let mut replica = Replica::new(config.clone(), comm).unwrap();
                         (0..3).for_each(|_| {
@@ -164,14 +175,14 @@ fn a_loss_scale_needs_steps_that_can_be_taken_back_and_has_to_be_one() {
 
 #[test]
 fn a_finished_step_can_be_taken_back_once() {
-    for method in Method::ALL {
+    for config in Method::ALL.into_iter().flat_map(|method| [undoing(method), undoing_adam(method)]) {
         run(2, move |_, comm| {
-            let mut replica = Replica::new(undoing(method), comm).unwrap();
+            let mut replica = Replica::new(config.clone(), comm).unwrap();
             (0..3).for_each(|_| replica.step().unwrap());
             let before = state(&replica);
             scaled_step(&mut replica, None, None);
             replica.sync.take_back().unwrap();
-            assert_eq!(state(&replica), before, "{method:?}");
+            assert_eq!(state(&replica), before, "{config:?}");
             assert!(replica.sync.update(0).is_none());
             let again = replica.sync.take_back().unwrap_err().to_string();
             assert_eq!(again, "there is no step that could be taken back");
@@ -184,6 +195,74 @@ fn a_finished_step_can_be_taken_back_once() {
         replica.step().unwrap();
         assert!(matches!(replica.sync.take_back(), Err(SyncError::Order(_))), "without undo");
     });
+}
+
+/// What becomes of a step whose number is used up.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Lost {
+    /// It never was.
+    Never,
+    TakenBack,
+    Overflowed,
+}
+
+fn lose(replica: &mut Replica, lost: Lost, what: &str) {
+    let before = state(replica);
+    match lost {
+        Lost::Never => {
+            let mut saved = replica.sync.capture(0, Vec::new()).unwrap();
+            saved.step += 1;
+            replica.sync.restore(Ok(saved)).unwrap();
+        }
+        Lost::TakenBack => {
+            assert_eq!(scaled_step(replica, None, None), Finished::Done);
+            let tells = matches!(replica.sync.layers()[0].momentum, Some(Momentum::Adam(_)));
+            assert_eq!(replica.sync.stats().total().moment_bytes > 0, tells, "{what}");
+            assert_ne!(state(replica), before, "{what}");
+            replica.sync.take_back().unwrap();
+        }
+        Lost::Overflowed => {
+            let poison = (replica.sync.rank().0 == 1).then_some((2, f32::INFINITY));
+            assert_eq!(scaled_step(replica, Some(64.0), poison), Finished::Overflowed);
+            replica.sync.set_loss_scale(None).unwrap();
+        }
+    }
+    assert_eq!(state(replica), before, "{what}");
+}
+
+/// Before the first step nothing of the others' second moments was told, and before the sixth some of it stands there.
+#[test]
+fn after_a_lost_step_training_goes_on_as_if_it_had_never_been() {
+    for method in [Method::Rgc, Method::RgcTwoBit, Method::RgcAsq] {
+        for undoing in [undoing(method), undoing_adam(method)] {
+            for (exchange, done) in
+                Exchange::ALL.into_iter().flat_map(|exchange| [(exchange, 0), (exchange, 5)])
+            {
+                let config = Config { exchange: Some(exchange), ..undoing.clone() };
+                let states = |lost: Lost| {
+                    let config = config.clone();
+                    let what = format!("{lost:?} after {done} steps of {config:?}");
+                    run(4, move |_, comm| {
+                        let own = |layer: Layer| layer.with_momentum(config.momentum);
+                        let layers = layers().into_iter().map(own).collect();
+                        let mut replica = Replica::of(layers, config.clone(), comm).unwrap();
+                        (0..done).for_each(|_| replica.step().unwrap());
+                        lose(&mut replica, lost, &what);
+                        let mut states = Vec::new();
+                        for _ in 0..6 {
+                            replica.step().unwrap();
+                            states.push(state(&replica));
+                        }
+                        replica.check().unwrap();
+                        states
+                    })
+                };
+                let expected = states(Lost::Never);
+                assert!(states(Lost::TakenBack) == expected, "taken back after {done} steps: {config:?}");
+                assert!(states(Lost::Overflowed) == expected, "overflowed after {done} steps: {config:?}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@
 mod work;
 
 use crate::bench::{parse_ms, print_json, table};
-use crate::plan::predict::{LOCAL_DENSITY, Question};
+use crate::plan::predict::{Question, local};
 use crate::plan::{ModelArgs, OptimizerArg, refused};
 use crate::platform::{self, Described};
 use anyhow::Result;
@@ -191,7 +191,7 @@ impl Simulate {
         alone: Times,
     ) -> Result<Row> {
         let config = Config { method, ..question.config.clone() };
-        let config = if every.is_some() { Config { density: LOCAL_DENSITY, ..config } } else { config };
+        let config = if every.is_some() { local(&config) } else { config };
         self.row_of(question, &config, every, ranks, alone)
     }
 

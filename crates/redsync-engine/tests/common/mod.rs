@@ -3,7 +3,7 @@
 #![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
 use redsync_comm::{Communicator, Gathered, Pending, Tag, local};
-use redsync_core::Momentum;
+use redsync_core::{Adam, Momentum};
 use redsync_engine::{
     Config, Exchange, Kind, Layer, Method, Preset, Rest, SyncError, Synchronizer, Update, WarmUp,
 };
@@ -71,7 +71,7 @@ pub fn everything(method: Method, momentum: Momentum) -> Config {
     Config { momentum, masking: false, ..config(method, 1.0) }
 }
 
-/// Every combination of method, preset, clipping and warm-up.
+/// Every combination of method, preset, clipping and warm-up, and with Adam the methods with every exchange.
 pub fn all_configs() -> Vec<Config> {
     let mut all = Vec::new();
     for method in Method::ALL {
@@ -88,6 +88,17 @@ pub fn all_configs() -> Vec<Config> {
                         let config = config(method, 0.02);
                         all.push(Config { preset, clip, warm_up, momentum, rest, bf16, exchange, ..config });
                     }
+                }
+            }
+        }
+        let momentum = Momentum::Adam(Adam { beta1: 0.9, beta2: 0.99, eps: 1e-8 });
+        for clip in [None, Some(2.0)] {
+            for warm_up in [WarmUp::None, WarmUp::Dense(7)] {
+                for exchange in Exchange::ALL.map(Some) {
+                    // Second moments are told in parts around where runs of these are interrupted.
+                    let (rest, share_moments) = (Rest::TwoBit, Some(4));
+                    let config = config(method, 0.02);
+                    all.push(Config { momentum, clip, warm_up, exchange, rest, share_moments, ..config });
                 }
             }
         }
