@@ -137,6 +137,7 @@ class Slope(nn.Module):
     "make",
     [
         lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.0),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.0, fused=True),
         lambda m: torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9, nesterov=True),
         lambda m: torch.optim.SGD(m.parameters(), lr=0.02),
     ],
@@ -168,9 +169,20 @@ def test_what_was_gathered_is_handed_back_and_dense_training_goes_on(make):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+class Halving(torch.optim.AdamW):
+    """An optimizer whose step is not that of its kind."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     "make, says",
     [
+        (lambda m: Halving(m.parameters()), "Halving, a kind of Adam, has a step() of its own"),
         (lambda m: adamw(m, amsgrad=True), "AdamW(amsgrad=True) is not supported; use AdamW(amsgrad=False)"),
         (lambda m: adamw(m, maximize=True), "AdamW(maximize=True)"),
         (lambda m: adamw(m, capturable=True), "AdamW(capturable=True)"),
@@ -186,3 +198,38 @@ def test_what_cannot_work_is_refused_with_a_sentence(make, says):
 
     for kind, text in outcomes(2, run):
         assert kind == "UsageError" and says in text, text
+
+
+def test_an_optimizer_that_becomes_what_cannot_work_is_refused_at_the_next_step():
+    def run(change):
+        model = ddp(mlp())
+        optimizer = adamw(model)
+        redsync.attach(model, optimizer, warmup=0)
+        own_step(model, optimizer, 0)
+        optimizer.param_groups[0].update(change)
+        own_step(model, optimizer, 1)
+
+    for change, says in [({"amsgrad": True}, "AdamW(amsgrad=True)"), ({"eps": 0.0}, "eps must be large enough")]:
+        for kind, text in outcomes(2, run, change):
+            assert kind == "UsageError" and says in text, text
+
+
+class Renamed(torch.optim.AdamW):
+    """What only adds to an optimizer, but for its step, is one."""
+
+    def describe(self):
+        return "ours"
+
+
+def test_a_subclass_with_the_usual_step_trains():
+    def run():
+        model = ddp(mlp())
+        optimizer = Renamed(model.parameters())
+        torch.optim.AdamW(mlp().parameters())  # PyTorch wraps the step of each class when an object is made of it
+        attachment = redsync.attach(model, optimizer, warmup=0)
+        for number in range(3):
+            own_step(model, optimizer, number)
+        return attachment.check_replicas()
+
+    found = on_ranks(2, run)
+    assert found[0] == found[1]

@@ -166,6 +166,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
         (mlp, {"outer_rate": -1.0}, "outer_rate must be a positive number, got -1.0"),
         (mlp, {"clip": 1.0}, "clip p.grad before optimizer.step()"),
         (mlp, {"plan": "measured"}, "local steps do not"),
+        (mlp, {"scaler": torch.amp.GradScaler("cpu")}, "a GradScaler leaves steps out on one rank and not on others"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(make, settings, says):

@@ -288,7 +288,7 @@ sent 7,076 of 11,671,656 bytes (1/1649), compressing 3.8 ms, exchange 102.4 ms, 
         self._number = self._sync.step
 
     def close(self) -> None:
-        """Ends the threads and leaves the optimizer as it was. The model cannot be trained any further with this attachment; that
+        """Ends the threads and lets go of the optimizer. The model cannot be trained any further with this attachment; that
         happens by itself when the model goes."""
         _open.discard(self)
         try:

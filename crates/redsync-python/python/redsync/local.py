@@ -33,6 +33,7 @@ class LocalSteps(Attachment):
         output: str | None,
         every: int,
         outer_rate: float,
+        scaler: torch.amp.GradScaler | None,
         process_group: dist.ProcessGroup | None,
         deadline: float,
         log_every: int,
@@ -48,6 +49,11 @@ class LocalSteps(Attachment):
             if isinstance(model, DistributedDataParallel):
                 raise UsageError(
                     "local steps exchange no gradients: attach the model itself, not wrapped by DistributedDataParallel"
+                )
+            if scaler is not None:
+                raise UsageError(
+                    "a GradScaler leaves steps out on one rank and not on others, so local steps cannot be counted; use bfloat16, "
+                    "which needs none"
                 )
             if every < 1:
                 raise UsageError(f"every must be a whole number of steps from 1 on, got {every}")

@@ -12,6 +12,7 @@ the gradients are back.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from .errors import UsageError
 
 SUPPORTED = "use torch.optim.SGD (momentum, nesterov and weight_decay are fine), AdamW or Adam"
+OR_LOCAL_STEPS = "or let it make local steps: attach(..., every=8) takes any optimizer"
 
 Supported = torch.optim.SGD | torch.optim.Adam
 """AdamW is an Adam to PyTorch."""
@@ -31,10 +33,16 @@ def check_optimizer(optimizer: Any, scaled: bool) -> None:
     if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam)):
         raise UsageError(
             f"{name} is not supported: it would see rare, large values instead of gradients, and what it makes of them is not "
-            f"what it would have made of the gradients; {SUPPORTED}, or let it make "
-            "local steps: attach(..., every=8) takes any optimizer"
+            f"what it would have made of the gradients; {SUPPORTED}, {OR_LOCAL_STEPS}"
         )
-    if isinstance(optimizer, torch.optim.Adam):
+    usual = torch.optim.Adam if isinstance(optimizer, torch.optim.Adam) else torch.optim.SGD
+    # PyTorch wraps the step of every class of which an object was made.
+    if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(usual.step):
+        raise UsageError(
+            f"{name}, a kind of {usual.__name__}, has a step() of its own, whose place the compressor would take; {SUPPORTED}, "
+            f"{OR_LOCAL_STEPS}"
+        )
+    if usual is torch.optim.Adam:
         return _check_adam(name, optimizer, scaled)
     for group in optimizer.param_groups:
         if group["dampening"]:
@@ -51,7 +59,7 @@ def _check_adam(name: str, optimizer: torch.optim.Adam, scaled: bool) -> None:
     for group in optimizer.param_groups:
         for flag in ("amsgrad", "maximize", "capturable", "differentiable"):
             if group[flag]:
-                raise UsageError(f"{name}({flag}=True) is not supported; use {name}({flag}=False)")
+                raise UsageError(f"{name}({flag}=True) is not supported; use {name}({flag}=False), {OR_LOCAL_STEPS}")
         if scaled and group["fused"]:
             raise UsageError(f"{name}(fused=True) takes over the work of the GradScaler; use {name}(fused=False) with a scaler")
         if group["weight_decay"] and not group.get("decoupled_weight_decay"):
@@ -78,8 +86,12 @@ class Steps:
             optimizer.register_step_post_hook(self._after),
         ]
 
+    def check(self, scaled: bool) -> None:
+        """Refuses what the optimizer has become since it was attached, if that cannot work."""
+        check_optimizer(self._optimizer, scaled)
+
     def close(self) -> None:
-        """Leaves the optimizer as it was."""
+        """Calls nothing of ours any more."""
         for handle in self._handles:
             handle.remove()
 
@@ -100,15 +112,25 @@ class Steps:
         first, second, steps = (state.pop(key, None) for key in ("exp_avg", "exp_avg_sq", "step"))
         return None if first is None or second is None else (first, second, int(steps or 0))
 
-    def give_moments(self, parameter: torch.Tensor, first: torch.Tensor | None, second: torch.Tensor | None, steps: int) -> None:
-        """Gives the optimizer what it would have gathered for a parameter."""
+    def give_moments(
+        self,
+        parameter: torch.Tensor,
+        group: dict[str, Any],
+        first: torch.Tensor | None,
+        second: torch.Tensor | None,
+        steps: int,
+    ) -> None:
+        """Gives the optimizer what it would have gathered for a parameter of a group."""
         if first is None:
             return
         state = self._optimizer.state[parameter]
         if second is None:
             state["momentum_buffer"] = first.to(parameter)
         else:
-            state |= {"step": torch.tensor(float(steps)), "exp_avg": first.to(parameter), "exp_avg_sq": second.to(parameter)}
+            # Fused kernels want the number of steps where the parameter is, the others on the host.
+            device = parameter.device if group["fused"] else None
+            number = torch.tensor(float(steps), dtype=torch.float32, device=device)
+            state |= {"step": number, "exp_avg": first.to(parameter), "exp_avg_sq": second.to(parameter)}
 
     @torch.no_grad()
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
