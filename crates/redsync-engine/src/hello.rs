@@ -1,10 +1,11 @@
 //! The first exchange of a run: every rank says what it runs, and a difference is an error that names it.
 
-use crate::config::{Choice, Config};
+use crate::config::{Choice, Config, Method};
 use crate::error::SyncError;
 use crate::layer::Layer;
-use crate::plan::moment_period;
+use crate::plan::{self, moment_period};
 use crate::state::Identity;
+use crate::waiting;
 use redsync_comm::{Communicator, Tag};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_64;
@@ -20,7 +21,7 @@ fn of_run(layers: &[Layer], config: &Config) -> Identity {
         ("density", config.density.to_string()),
         ("the least number of elements", config.at_least.to_string()),
         ("warm-up", config.warm_up.to_string()),
-        ("momentum", config.momentum.form().to_string()),
+        ("momentum", momentum(layers, config)),
         ("masking", config.masking.to_string()),
         ("keep", config.keep.to_string()),
         ("bf16", config.bf16.to_string()),
@@ -29,6 +30,19 @@ fn of_run(layers: &[Layer], config: &Config) -> Identity {
     ]
     .map(|(name, value)| (name.to_string(), value))
     .into()
+}
+
+/// The form of the momentum; where there is less of it while elements wait, that of the first layer of which that is so.
+fn momentum(layers: &[Layer], config: &Config) -> String {
+    let of = |layer: &Layer| {
+        let (momentum, lowers) = plan::momentum(layer, config);
+        (lowers && waiting::can_be_lowered(momentum)).then_some(momentum)
+    };
+    let lowered = layers.iter().filter(|_| config.method != Method::Sgd).find_map(of);
+    lowered.map_or_else(
+        || config.momentum.form().into(),
+        |momentum| format!("{}, less while elements wait", momentum.form()),
+    )
 }
 
 /// The layers, and behind them what follows from all their choices.

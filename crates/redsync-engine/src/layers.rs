@@ -7,6 +7,7 @@ use crate::error::SyncError;
 use crate::layer::Layer;
 use crate::source::Source;
 use crate::state::LayerState;
+use crate::waiting;
 use redsync_core::{LayerError, Momentum, Sending, Sparse, Unfit, Workspace};
 use std::ops::Range;
 
@@ -14,27 +15,58 @@ use std::ops::Range;
 pub(crate) struct Layers {
     compressors: Vec<Option<Box<dyn LayerCompressor>>>,
     names: Vec<String>,
+    strengths: Vec<Strength>,
     /// The layers that were accumulated at the step that is under way, or at the last one.
     touched: Vec<usize>,
     /// Where second moments were given at that step, and what stood there before.
     told: Vec<(usize, usize, Option<Vec<f32>>)>,
 }
 
+/// With which momentum gradients enter a layer's residual.
+struct Strength {
+    /// The optimizer's.
+    usual: Momentum,
+    /// It is less while elements wait.
+    lowers: bool,
+    /// The compressor may have another than the usual one.
+    other: bool,
+    /// What gradients are multiplied with.
+    factor: f32,
+}
+
 impl Layers {
-    pub fn new(layers: &[Layer], compressors: Vec<Option<Box<dyn LayerCompressor>>>) -> Self {
+    /// `compressors` of `layers`, with the momentum of each, and whether it is less while elements wait.
+    pub fn new(
+        layers: &[Layer],
+        compressors: Vec<Option<Box<dyn LayerCompressor>>>,
+        momenta: impl Iterator<Item = (Momentum, bool)>,
+    ) -> Self {
         let names = layers.iter().map(|layer| layer.name.clone()).collect();
-        Layers { compressors, names, touched: Vec::new(), told: Vec::new() }
+        let strength = |(usual, lowers)| Strength { usual, lowers, other: false, factor: 1.0 };
+        let strengths = momenta.map(strength).collect();
+        Layers { compressors, names, strengths, touched: Vec::new(), told: Vec::new() }
     }
 
     /// A step begins at which each layer sends what is given, if anything.
-    pub fn begin(&mut self, sendings: impl IntoIterator<Item = Option<Sending>>) {
+    pub fn begin(&mut self, sendings: impl IntoIterator<Item = Option<Sending>>) -> Result<(), SyncError> {
         self.touched.clear();
         self.told.clear();
-        for (compressor, sending) in self.compressors.iter_mut().zip(sendings) {
-            if let (Some(compressor), Some(sending)) = (compressor, sending) {
-                compressor.set_sending(sending);
+        for (layer, sending) in sendings.into_iter().enumerate() {
+            let (Some(compressor), Some(sending)) = (&mut self.compressors[layer], sending) else { continue };
+            compressor.set_sending(sending);
+            let strength = &mut self.strengths[layer];
+            let (momentum, factor) = match strength.lowers {
+                true => waiting::lowered(strength.usual, sending.density),
+                false => (strength.usual, 1.0),
+            };
+            strength.factor = factor;
+            if strength.other || momentum != strength.usual {
+                let unfit = |why| SyncError::Unfit { layer: self.names[layer].clone(), why };
+                compressor.set_momentum(momentum).map_err(unfit)?;
+                strength.other = momentum != strength.usual;
             }
         }
+        Ok(())
     }
 
     /// A gradient that is compressed next; see [`LayerCompressor::announce`].
@@ -46,7 +78,7 @@ impl Layers {
         scale: f32,
         workspace: &mut Workspace,
     ) -> Result<(), LayerError> {
-        let compressor = self.compressors[layer].as_mut();
+        let (compressor, scale) = (self.compressors[layer].as_mut(), scale * self.strengths[layer].factor);
         compressor.map_or(Ok(()), |compressor| compressor.announce(step, source, scale, workspace))
     }
 
@@ -61,7 +93,7 @@ impl Layers {
         workspace: &mut Workspace,
     ) -> Result<(), LayerError> {
         let Some(compressor) = &mut self.compressors[layer] else { return Ok(()) };
-        compressor.accumulate(step, source, scale, workspace)?;
+        compressor.accumulate(step, source, scale * self.strengths[layer].factor, workspace)?;
         self.touched.push(layer);
         compressor.select(step, message, workspace)
     }
@@ -82,8 +114,19 @@ impl Layers {
         Ok(())
     }
 
+    /// The usual momentum of a layer is another from now on. What u is of is changed at the next step where it is lowered, or of a
+    /// checkpoint: changed twice it would be rounded twice.
     pub fn set_momentum(&mut self, layer: usize, momentum: Momentum) -> Result<(), SyncError> {
-        self.change(layer, |compressor| compressor.set_momentum(momentum))
+        let strength = self.strengths.get(layer).map(|strength| (strength.usual, strength.other));
+        self.change(layer, |compressor| match strength {
+            Some((usual, true)) => {
+                momentum.check()?;
+                usual.change(momentum, usual.traced() != Momentum::None).map(drop)
+            }
+            _ => compressor.set_momentum(momentum),
+        })?;
+        self.strengths[layer].usual = momentum;
+        Ok(())
     }
 
     /// A dense layer has nothing that waits.
@@ -161,9 +204,13 @@ impl Layers {
     pub fn restore(&mut self, states: &[LayerState]) -> Result<(), SyncError> {
         self.touched.clear();
         self.told.clear();
-        for (compressor, state) in self.compressors.iter_mut().flatten().zip(states) {
+        let strengths = self.strengths.iter_mut().zip(&mut self.compressors);
+        let compressed =
+            strengths.filter_map(|(strength, compressor)| Some((strength, compressor.as_mut()?)));
+        for ((strength, compressor), state) in compressed.zip(states) {
             let unfit = |why| SyncError::Unfit { layer: state.name.clone(), why };
             compressor.restore(state).map_err(unfit)?;
+            strength.other = true;
         }
         Ok(())
     }

@@ -63,6 +63,7 @@ pub mod state;
 mod stats;
 mod synchronizer;
 mod target;
+mod waiting;
 
 pub use compressor::{Device, Host, LayerCompressor};
 pub use config::{Choice, Config, Exchange, FEW, Figures, Method, Preset, Rest, SMALL, Stage, WarmUp};

@@ -11,7 +11,7 @@ use crate::layer::{Kind, Layer};
 use crate::second;
 use redsync_comm::Communicator;
 use redsync_core::wire::Shape;
-use redsync_core::{Density, IndexCode, Selector, Sending, Values};
+use redsync_core::{Density, IndexCode, Momentum, Selector, Sending, Values};
 use serde_json::json;
 use std::collections::BTreeSet;
 
@@ -253,6 +253,24 @@ pub(crate) fn cuts(
     exchange::cut::cuts(&sends, ranks)
 }
 
+/// What each layer sends at a stage; None for one that is dense then.
+pub(crate) fn sendings(
+    layers: &[Layer],
+    choices: &[Choice],
+    config: &Config,
+    stage: Stage,
+) -> impl Iterator<Item = Option<Sending>> {
+    let sent = move |(layer, choice): (&Layer, &Choice)| Sent::at(*choice, layer.size, config, stage);
+    layers.iter().zip(choices).map(move |each| sent(each).map(|sent| sent.sending()))
+}
+
+/// The momentum of a layer, and whether its residual has less of it while elements wait.
+pub(crate) fn momentum(layer: &Layer, config: &Config) -> (Momentum, bool) {
+    let momentum = layer.momentum.unwrap_or(config.momentum);
+    let adam = matches!(momentum, Momentum::Adam(_));
+    (momentum, !config.is_plain() && config.lower_momentum.unwrap_or(!adam))
+}
+
 /// What the compressor of a layer is made with, if it is compressed.
 pub(crate) fn compressor(
     layer: &Layer,
@@ -271,7 +289,7 @@ pub(crate) fn compressor(
         selector,
         values,
         indices,
-        momentum: layer.momentum.unwrap_or(config.momentum),
+        momentum: momentum(layer, config).0,
         ranks,
         masking,
         keep: config.keep,

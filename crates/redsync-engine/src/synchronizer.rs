@@ -95,6 +95,15 @@ impl Synchronizer {
                 .map(|core| device.compressor(number as u32, layer, core).map_err(refuse));
             compressors.push(made.transpose()?);
         }
+        let momenta = parts.iter().map(|layer| plan::momentum(layer, &config));
+        let mut compressed = Layers::new(&parts, compressors, momenta);
+        // So that the first step finds what it would make, and leaves no trace where it is taken back.
+        compressed.begin(plan::sendings(
+            &parts,
+            &choices,
+            &config,
+            config.warm_up.stage(0, config.density),
+        ))?;
         let exchange = exchange(&parts, &choices, &config, &*among)?;
         if let Some(Hosts { seat, .. }) = &hosts {
             let what = format!("{} hosts of {} ranks", seat.hosts, seat.on_each);
@@ -106,7 +115,7 @@ impl Synchronizer {
         let shared = Arc::new(Shared {
             comm,
             plan: hello::fingerprint(&agreement),
-            compressed: Mutex::new(Layers::new(&parts, compressors)),
+            compressed: Mutex::new(compressed),
             exchange,
             pools: Pools::default(),
             among,
@@ -468,7 +477,8 @@ impl Synchronizer {
         self.shared.hosts.as_ref().map(|hosts| hosts.seat)
     }
 
-    /// Changes the coefficient of a compressed layer's momentum, as schedules do; its form, plain or Nesterov, stays.
+    /// Changes the coefficient of a compressed layer's momentum, as schedules do; its form, plain or Nesterov, stays. A checkpoint does not
+    /// keep it: after a restore it is the configuration's, until it is said anew.
     pub fn set_momentum(&self, layer: usize, momentum: Momentum) -> Result<(), SyncError> {
         lock(&self.shared.compressed).set_momentum(layer, momentum)
     }

@@ -6,14 +6,14 @@ mod common;
 use common::{LR, Replica, config, everything, gradient, initial_weights, layers, run};
 use redsync_core::{Adam, Momentum};
 use redsync_engine::state::Saved;
-use redsync_engine::{Config, Exchange, Method};
+use redsync_engine::{Config, Exchange, Kind, Layer, Method, Rest, Update};
 
 const ADAM: Adam = Adam { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
 #[test]
 fn replicas_are_equal_to_the_bit_after_500_steps() {
     for density in [0.01, 0.001] {
-        for method in [Method::Rgc, Method::RgcAsq] {
+        for method in [Method::Rgc, Method::RgcAsq, Method::RgcTwoBit] {
             let config = Config { momentum: Momentum::Adam(ADAM), ..config(method, density) };
             let hashes = run(3, move |_, comm| {
                 let mut replica = Replica::new(config.clone(), comm).unwrap();
@@ -22,6 +22,79 @@ fn replicas_are_equal_to_the_bit_after_500_steps() {
             });
             assert!(hashes.iter().all(|hash| *hash == hashes[0]));
         }
+    }
+}
+
+/// A thousandth of what is compressed of these is many elements.
+fn large_layers() -> Vec<Layer> {
+    vec![
+        Layer::new("first", 24_000, Kind::Weight),
+        Layer::new("norm", 9, Kind::BiasOrNorm),
+        Layer::new("middle", 3_000, Kind::Weight),
+        Layer::new("out", 20_000, Kind::Output),
+    ]
+}
+
+#[test]
+fn replicas_of_large_layers_are_equal_whether_the_output_goes_whole_or_not() {
+    for density in [0.01, 0.001] {
+        for whole in [true, false] {
+            let config = Config {
+                momentum: Momentum::Adam(ADAM),
+                whole_output: Some(whole),
+                rest: Rest::TwoBit,
+                ..config(Method::RgcTwoBit, density)
+            };
+            let hashes = run(3, move |_, comm| {
+                let mut replica = Replica::of(large_layers(), config.clone(), comm).unwrap();
+                (0..500).for_each(|_| replica.step().unwrap());
+                let Some(Update::Sparse(messages)) = replica.sync.update(0) else { panic!("no update") };
+                let many = (density * 24_000.0 / 2.0) as usize;
+                assert!(messages.iter().all(|message| message.len() >= many && message.len() < 24_000));
+                // Second moments are told only beside an output of which some waits.
+                assert_eq!(replica.sync.choices()[3].is_sparse(), !whole);
+                assert_eq!(replica.sync.traffic().moments > 0, !whole);
+                replica.check().unwrap()
+            });
+            assert!(hashes.iter().all(|hash| *hash == hashes[0]));
+        }
+    }
+}
+
+/// Clipped gradients have at most the norm of the rank's share of the limit, and their squares enter with the number of ranks squared,
+/// so that bounds what a second moment can have become.
+#[test]
+fn clipped_replicas_are_equal_and_no_second_moment_exceeds_the_limit() {
+    const RANKS: usize = 3;
+    const STEPS: i32 = 64;
+    let trained = |clip: Option<f32>, method: Method| {
+        let config =
+            Config { momentum: Momentum::Adam(ADAM), share_moments: Some(8), clip, ..config(method, 0.02) };
+        run(RANKS, move |_, comm| {
+            let mut replica = Replica::new(config.clone(), comm).unwrap();
+            (0..STEPS).for_each(|_| replica.step().unwrap());
+            assert!(replica.sync.traffic().moments > 0);
+            let hash = replica.check().unwrap();
+            let saved = replica.sync.capture(0, Vec::new()).unwrap();
+            let squares = saved.layers.iter().flat_map(|layer| &layer.second.as_ref().unwrap().own);
+            (hash, squares.map(|q| f64::from(*q)).sum::<f64>())
+        })
+    };
+    for method in [Method::RgcTwoBit, Method::Rgc] {
+        let limit = 0.5;
+        let share = f64::from(limit) * (RANKS as f64).powf(0.25);
+        let most = share * share * (1.0 - f64::from(ADAM.beta2).powi(STEPS));
+        let (clipped, free) = (trained(Some(limit), method), trained(None, method));
+        for (rank, ((hash, squares), (free_hash, free_squares))) in clipped.iter().zip(&free).enumerate() {
+            assert_eq!((*hash, *free_hash), (clipped[0].0, free[0].0), "rank {rank}");
+            // All that is clipped but the norm is compressed.
+            assert!(
+                *squares <= 1.001 * most && *squares > 0.9 * most,
+                "rank {rank}: {squares}, at most {most}"
+            );
+            assert!(*free_squares > 4.0 * most, "rank {rank}: {free_squares}, clipped at most {most}");
+        }
+        assert_ne!(clipped[0].0, free[0].0);
     }
 }
 
@@ -121,6 +194,7 @@ fn what_residuals_have_gathered_is_handed_back() {
             run(4, move |_, comm| {
                 let config = Config {
                     momentum,
+                    lower_momentum: Some(false),
                     masking: false,
                     share_moments: Some(0),
                     exchange: Some(exchange),

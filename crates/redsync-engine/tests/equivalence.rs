@@ -139,7 +139,7 @@ fn whole(rest: Rest) -> Choice {
 }
 
 /// Whatever was not sent waits: with what all ranks keep applied too, the weights are those of dense training, through every stage
-/// of a ramp and however values are rounded. Only masking throws something away.
+/// of a ramp and however values are rounded. Only masking throws something away, and momentum that becomes less.
 #[test]
 fn what_was_sent_and_what_is_kept_are_dense_sgd_together() {
     const RAMP: u64 = 40;
@@ -148,7 +148,9 @@ fn what_was_sent_and_what_is_kept_are_dense_sgd_together() {
             for (rest, bf16) in [(Rest::EightBit, false), (Rest::TwoBit, true)] {
                 let warm_up = WarmUp::Ramp(RAMP);
                 let exact = config(method, 0.002);
-                let config = Config { momentum, warm_up, bf16, masking: false, rest, ..exact };
+                let lower_momentum = Some(false);
+                let config =
+                    Config { momentum, lower_momentum, warm_up, bf16, masking: false, rest, ..exact };
                 let expected = dense_sgd(&layers(), 3, RAMP + 5, momentum);
                 let all = run(3, move |_, comm| {
                     let mut replica = Replica::new(config.clone(), comm).unwrap();

@@ -169,6 +169,12 @@ fn a_rank_that_runs_something_else_is_refused_by_all_and_the_difference_is_named
             Config { momentum: redsync_core::Momentum::Plain(0.5), ..same() },
             layers(),
             "momentum",
+            "plain momentum, less while elements wait",
+        ),
+        (
+            Config { momentum: redsync_core::Momentum::Plain(0.5), lower_momentum: Some(false), ..same() },
+            layers(),
+            "momentum",
             "plain momentum",
         ),
         (Config { dense_below: Some(2000), ..same() }, layers(), "the choice for middle", "dense"),

@@ -32,6 +32,8 @@ pub struct Settings {
     host: Option<String>,
     at_least: usize,
     masking: bool,
+    /// None: with SGD.
+    lower_momentum: Option<bool>,
     keep: f32,
     /// Within how many steps second moments are told; 0 for never.
     share_moments: Option<u64>,
@@ -131,6 +133,7 @@ impl Settings {
             density: self.density,
             warm_up,
             masking: self.masking,
+            lower_momentum: self.lower_momentum,
             keep: self.keep,
             share_moments: self.share_moments,
             bf16: self.bf16,

@@ -94,6 +94,8 @@ pub struct Settings {
     pub figures: Option<Figures>,
     pub warm_up: WarmUp,
     pub masking: bool,
+    /// None: with SGD.
+    pub lower_momentum: Option<bool>,
     pub bf16: bool,
     /// Within how many steps second moments are told; 0 for never.
     pub share_moments: Option<u64>,
@@ -188,6 +190,7 @@ impl Settings {
             figures: None,
             warm_up: WarmUp::usual(Preset::Carried, epochs),
             masking: true,
+            lower_momentum: None,
             bf16: Config::default().bf16,
             share_moments: None,
             every: None,
@@ -248,6 +251,7 @@ impl Settings {
             warm_up: self.warm_up.in_steps(exchanges_per_epoch),
             momentum: self.optimizer.momentum(self.momentum, self.beta2),
             masking: self.masking,
+            lower_momentum: self.lower_momentum,
             keep: self.keep,
             share_moments: self.share_moments,
             bf16: self.bf16,

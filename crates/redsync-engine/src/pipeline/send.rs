@@ -3,11 +3,11 @@
 use super::compress::{Step, compress, dense_buffer, is_overflow, pack};
 use super::dense::{copy_scaled, refusal, sum_of_squares};
 use super::{Expected, InFlight, Journey, Outcome, Shared, Submitted, lock, ms};
-use crate::config::{Choice, Stage};
+use crate::config::Stage;
 use crate::error::SyncError;
 use crate::hosts::Hosts;
 use crate::layer::Layer;
-use crate::plan::{self, Group, Sent};
+use crate::plan::{self, Group};
 use crate::second;
 use crate::source::Source;
 use crate::stats::LayerStats;
@@ -97,7 +97,7 @@ impl Send {
     fn take_all(&mut self, together: Vec<Submitted>) -> Result<(), SyncError> {
         let Some(&Submitted { round, step, loss_scale, .. }) = together.first() else { return Ok(()) };
         if self.round != Some(round) {
-            self.begin(step, loss_scale);
+            self.begin(step, loss_scale)?;
             self.round = Some(round);
         }
         self.announce(&together)?;
@@ -158,7 +158,7 @@ impl Send {
     }
 
     /// Sets everything up for the first gradient of a step.
-    fn begin(&mut self, step: u64, loss_scale: Option<f32>) {
+    fn begin(&mut self, step: u64, loss_scale: Option<f32>) -> Result<(), SyncError> {
         let Shared { layers, parts, choices, config, hosts, .. } = &*self.shared;
         let stage = config.warm_up.stage(step, config.density);
         if self.round.is_none() || stage != self.stage {
@@ -182,10 +182,9 @@ impl Send {
             let buffer = if whole { dense_buffer(&self.shared.pools, length) } else { Vec::new() };
             self.buffers.push(buffer);
         }
-        let sent = |(choice, layer): (&Choice, &Layer)| Sent::at(*choice, layer.size, config, stage);
-        let sendings = choices.iter().zip(parts).map(|each| sent(each).map(|sent| sent.sending()));
-        lock(&self.shared.compressed).begin(sendings);
+        lock(&self.shared.compressed).begin(plan::sendings(parts, choices, config, stage))?;
         self.shared.exchange.begin();
+        Ok(())
     }
 
     /// The factor that brings the norm of all gradients, which already carry 1/N, down to the limit times N^(-1/2).

@@ -26,7 +26,7 @@ from . import state
 from .attachment import Attachment
 from .errors import Error, UsageError
 from .optimizer import Steps, check_optimizer
-from .parameters import Described, check_model, describe, left_alone, rule, trained
+from .parameters import Described, Rule, check_model, describe, left_alone, rule, trained
 from .settings import warm_up
 
 
@@ -56,6 +56,7 @@ class Gradients(Attachment):
         super().__init__(named, model.process_group, settings, described, deadline, log_every)
         self._scaler = scaler
         self._rates: dict[int, float] = {}
+        self._followed: dict[int, Rule] = {}
         self._unused = self._notice_use() if model.find_unused_parameters or model.static_graph else None
         self._compressed_now: frozenset[torch.Tensor] = frozenset()
         self._buckets: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
@@ -136,6 +137,7 @@ class Gradients(Attachment):
 
     def _follow_optimizer(self) -> None:
         """Compressors follow rate and momentum of the user's groups; what the optimizer has gathered becomes theirs, once."""
+        self._steps.check(self._scaler is not None)  # groups may have come since, or a state with other settings
         compressed, adopts = set(self._compressed), self._sync.turns_sparse
         for parameter, group in self._steps.groups():
             number = self._numbers.get(parameter)
@@ -146,9 +148,9 @@ class Gradients(Attachment):
                 self._sync.set_rate(number, rate)
                 self._rates[number] = rate
             now = rule(group)
-            if now != self._rules[number]:
+            if now != self._followed.get(number):
                 self._sync.set_momentum(number, now)
-                self._rules[number] = now
+                self._rules[number] = self._followed[number] = now
             moments = self._steps.take_moments(parameter)
             if moments is None or not adopts:
                 continue
@@ -211,12 +213,13 @@ class Gradients(Attachment):
             sign = 1.0 if group["maximize"] else -1.0
             first *= -sign  # an optimizer that climbs gathers the opposite of gradients
             parameter.add_(waiting.to(parameter), alpha=sign * (rate if rate is not None else float(group["lr"])))
-            self._steps.give_moments(parameter, first if momentum else None, second if adam else None, steps)
+            self._steps.give_moments(parameter, group, first if momentum else None, second if adam else None, steps)
 
     def _restored(self, states: list[dict[str, Any]]) -> None:
         super()._restored(states)
         self._rates.clear()
-        # Of the momentum that was, in the Nesterov form; a schedule may have moved on.
+        self._followed.clear()
+        # Of the momentum that was; a schedule may have moved on.
         # In parts of hosts, some ranks have nothing of a layer.
         for layer in reversed([layer for saved in states for layer in saved["layers"]]):
             if layer["u"] is not None and layer["u"].numel() > 0:
@@ -224,8 +227,11 @@ class Gradients(Attachment):
         self._compressed_now = frozenset()
 
     def close(self, hand_back: bool = False) -> None:
-        """Ends the threads and leaves the optimizer as it was. The model cannot be trained any further with this attachment; that
+        """Ends the threads and lets go of the optimizer. The model cannot be trained any further with this attachment; that
         happens by itself when the model goes.
+
+        What the compressor has gathered, momentum and Adam's second moment, goes with it, as a rank alone has only its part; the
+        optimizer begins anew with these parameters unless it is handed back.
 
         Args:
             hand_back: to go on dense, with another DDP of the same module. The optimizer gets back what the compressor has
