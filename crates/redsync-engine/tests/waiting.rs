@@ -117,6 +117,29 @@ fn a_schedule_goes_on_from_a_checkpoint_to_the_same_bits() {
     }
 }
 
+/// A checkpoint says nothing of a setting that is newer, but the run was another one.
+#[test]
+fn a_run_that_was_begun_with_the_usual_momentum_says_so_when_it_is_resumed() {
+    let begun = |lower: Option<bool>| Config {
+        momentum: Momentum::Nesterov(0.9),
+        lower_momentum: lower,
+        ..config(Method::RgcAsq, 0.002)
+    };
+    run(2, move |_, comm| {
+        let mut usual = Replica::new(begun(Some(false)), comm.clone()).unwrap();
+        (0..3).for_each(|_| usual.step().unwrap());
+        let saved = usual.sync.capture(0, Vec::new()).unwrap();
+        drop(usual);
+        let mut lowered = Replica::new(begun(None), comm.clone()).unwrap();
+        let error = lowered.sync.restore(Ok(saved.clone())).unwrap_err().to_string();
+        let says = "momentum was Nesterov momentum, is Nesterov momentum, less while elements wait";
+        assert!(error.contains(says), "{error}");
+        drop(lowered);
+        let mut again = Replica::new(begun(Some(false)), comm).unwrap();
+        again.sync.restore(Ok(saved)).unwrap();
+    });
+}
+
 #[test]
 fn a_momentum_that_makes_no_sense_is_refused_at_once_where_it_is_lowered_too() {
     run(1, |_, comm| {

@@ -233,6 +233,7 @@ impl Options {
             weight_decay seed log_every check_every checkpoint_every);
         (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
         (s.share_moments, s.whole_output) = (self.share_moments, self.whole_output);
+        s.lower_momentum = self.lower_momentum;
         (s.dense_below, s.checkpoint_dir) = (self.dense_below, self.checkpoint_dir.clone());
         s.ranks_per_host = self.ranks_per_host;
         s.clip_power = self.clip_power.unwrap_or(s.clip_power);
@@ -311,4 +312,86 @@ fn read(path: &Path) -> Result<Options> {
         return Err(usage(format!("{}: unknown key {wrong}: {}", path.display(), nearest(wrong, &names))));
     }
     toml::from_str(&text).map_err(one_line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(line: &str) -> Settings {
+        let words = std::iter::once("train").chain(line.split_whitespace());
+        let parsed = Names::try_parse_from(words).unwrap_or_else(|error| panic!("{line}: {error}"));
+        parsed._options.settings().unwrap_or_else(|error| panic!("{line}: {error:#}"))
+    }
+
+    /// What every option is given, with what else it wants beside it. An option that is missing here fails the test, and one that
+    /// nobody reads does too.
+    const GIVEN: [(&str, &str, &str); 45] = [
+        ("model", "vgg-small", ""),
+        ("data", "cifar10", "--model vgg-small --data fashion-mnist"),
+        ("train-limit", "640", ""),
+        ("test-limit", "64", ""),
+        ("seed", "7", ""),
+        ("deadline", "7", ""),
+        ("method", "rgc", ""),
+        ("density", "0.01", ""),
+        ("at-least", "7", ""),
+        ("warm-up", "dense", ""),
+        ("warm-up-epochs", "0.5", ""),
+        ("dense-below", "7", ""),
+        ("rest", "2bit", ""),
+        ("whole-output", "true", ""),
+        ("exchange", "owners", ""),
+        ("ranks-per-host", "2", "--exchange hosts --ranks-per-host 4"),
+        ("every", "8", ""),
+        ("outer-rate", "0.5", "--every 8"),
+        ("keep", "0.5", "--every 8"),
+        ("share-moments", "8", "--optimizer adamw"),
+        ("auto", "true", ""),
+        ("paper", "true", ""),
+        ("masking", "false", ""),
+        ("lower-momentum", "false", ""),
+        ("bf16", "false", ""),
+        ("epochs", "2", ""),
+        ("batch-size", "7", ""),
+        ("bptt", "7", "--model lstm-small"),
+        ("optimizer", "adamw", ""),
+        ("momentum", "0.5", ""),
+        ("beta2", "0.5", "--optimizer adamw"),
+        ("lr", "0.7", ""),
+        ("schedule", "step", ""),
+        ("lr-warm-up-epochs", "2", ""),
+        ("weight-decay", "0.7", ""),
+        ("clip", "0.7", ""),
+        ("clip-power", "0.5", "--clip 0.7"),
+        ("log-every", "7", ""),
+        ("check-every", "7", ""),
+        ("checkpoint-dir", "here", ""),
+        ("checkpoint-every", "7", "--checkpoint-dir here"),
+        ("stop-after", "7", ""),
+        ("comm", "mpi", "not a setting"),
+        ("workers", "2", "not a setting"),
+        ("threads", "2", "not a setting"),
+    ];
+    /// Of the places where data are, and where results go.
+    const PLACES: [&str; 3] = ["data-dir", "download", "out"];
+
+    #[test]
+    fn every_option_is_heeded() {
+        let command = Names::command();
+        let names = command.get_arguments().filter_map(|arg| arg.get_long()).filter(|name| *name != "help");
+        for name in names.filter(|name| !PLACES.contains(name)) {
+            let given = GIVEN.iter().find(|(option, ..)| *option == name);
+            let (_, value, beside) = given.unwrap_or_else(|| panic!("--{name} is not tried"));
+            if *beside != "not a setting" {
+                let repeated = format!("--{name} ");
+                let usual = settings(beside);
+                let other = match beside.find(&repeated) {
+                    None => settings(&format!("{beside} --{name} {value}")),
+                    Some(at) => settings(&format!("{} --{name} {value}", &beside[..at])),
+                };
+                assert_ne!(usual, other, "--{name} {value} changes nothing");
+            }
+        }
+    }
 }

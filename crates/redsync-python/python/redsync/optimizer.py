@@ -42,7 +42,7 @@ def check_optimizer(optimizer: Any, scaled: bool) -> None:
             f"{name}, a kind of {usual.__name__}, has a step() of its own, whose place the compressor would take; {SUPPORTED}, "
             f"{OR_LOCAL_STEPS}"
         )
-    if usual is torch.optim.Adam:
+    if isinstance(optimizer, torch.optim.Adam):
         return _check_adam(name, optimizer, scaled)
     for group in optimizer.param_groups:
         if group["dampening"]:
