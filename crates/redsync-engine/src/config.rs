@@ -348,9 +348,9 @@ pub struct Config {
     pub momentum: Momentum,
     /// While less than a sixteenth of a layer is sent, its residual has less momentum, of the same strength: it lasts half as long with each
     /// half of that, such as 0.6 instead of 0.9 at 1.6%, and 0.2 below 0.8%. What waits moves weights later than its gradient came, as momentum
-    /// does, and both together last too long. None: with SGD, and not with Adam. Of no effect with the preset `paper` and the method
-    /// `rgc-naive`.
-    pub lower_momentum: Option<bool>,
+    /// does, and both together last too long. With Adam as soon as not everything is sent: 0.6 instead of 0.9, and never less than that. Of no
+    /// effect with the preset `paper` and the method `rgc-naive`.
+    pub lower_momentum: bool,
     /// Clear the momentum of what was sent.
     pub masking: bool,
     /// How much of what waits in a residual is still there at the next step: 1 if nothing is forgotten, as it should be for gradients;
@@ -460,7 +460,7 @@ impl Default for Config {
             at_least: 96,
             warm_up: WarmUp::None,
             momentum: Momentum::None,
-            lower_momentum: None,
+            lower_momentum: true,
             masking: true,
             keep: 1.0,
             share_moments: None,

@@ -4,6 +4,7 @@
 
 use crate::error::SyncError;
 use crate::hello;
+use crate::pipeline::lock;
 use crate::state::LayerState;
 use crate::synchronizer::Synchronizer;
 use redsync_comm::Tag;
@@ -16,7 +17,8 @@ const OP: u32 = u32::MAX - 3;
 /// What a layer has gathered on all ranks, as the usual libraries keep it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gathered {
-    /// The momentum buffer, or Adam's first moment; empty without momentum.
+    /// The momentum buffer, or Adam's first moment; empty without momentum. What is still to come of it with the optimizer's momentum is
+    /// what was to come with the residual's, which may be less.
     pub first: Vec<f32>,
     /// Adam's second moment, the mean over the ranks; empty but for Adam.
     pub second: Vec<f32>,
@@ -82,9 +84,13 @@ impl Synchronizer {
         let mut waiting = sum.wait(self.shared.config.deadline).map_err(failed)?;
         let mut first = waiting.split_off(size);
         let second = first.split_off(u.len());
-        if let (Momentum::Nesterov(_), Some(m)) = (momentum, coefficient) {
-            // Which is kept times its coefficient.
-            first.iter_mut().for_each(|u| *u = if m == 0.0 { 0.0 } else { *u / m });
+        if let Some(m) = coefficient {
+            let usual = lock(&self.shared.compressed).usual_momentum(layer).coefficient();
+            let to_come = |m: f32| m / (1.0 - m);
+            let share = if usual == m || usual == 0.0 { 1.0 } else { to_come(m) / to_come(usual) };
+            // Nesterov's is kept times its coefficient.
+            let times = if matches!(momentum, Momentum::Nesterov(_)) { usual } else { 1.0 };
+            first.iter_mut().for_each(|u| *u = if times == 0.0 { 0.0 } else { *u * share / times });
         }
         Ok(Some(Gathered { first, second, steps: most, waiting, rate: common }))
     }

@@ -5,23 +5,23 @@ use crate::error::SyncError;
 use crate::layer::Layer;
 use crate::plan::{self, moment_period};
 use crate::state::Identity;
-use crate::waiting;
 use redsync_comm::{Communicator, Tag};
+use redsync_core::Momentum;
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// What changes the results of a run, in the order in which differences are told.
 pub(crate) fn identity(layers: &[Layer], choices: &[Choice], config: &Config) -> Identity {
-    [of_run(layers, config), of_layers(layers, choices, config)].concat()
+    [of_run(layers, config, momentum(layers, config)), of_layers(layers, choices, config)].concat()
 }
 
-fn of_run(layers: &[Layer], config: &Config) -> Identity {
+fn of_run(layers: &[Layer], config: &Config, momentum: String) -> Identity {
     [
         ("method", config.method.name().to_string()),
         ("density", config.density.to_string()),
         ("the least number of elements", config.at_least.to_string()),
         ("warm-up", config.warm_up.to_string()),
-        ("momentum", momentum(layers, config)),
+        ("momentum", momentum),
         ("masking", config.masking.to_string()),
         ("keep", config.keep.to_string()),
         ("bf16", config.bf16.to_string()),
@@ -32,16 +32,17 @@ fn of_run(layers: &[Layer], config: &Config) -> Identity {
     .into()
 }
 
-/// The form of the momentum; where there is less of it while elements wait, that of the first layer of which that is so.
+/// What a run does with momentum, in one entry, since a checkpoint of before knows of no other: its form; where there may be less of it while
+/// elements wait, that of the first layer of which that is so.
 fn momentum(layers: &[Layer], config: &Config) -> String {
     let of = |layer: &Layer| {
         let (momentum, lowers) = plan::momentum(layer, config);
-        (lowers && waiting::can_be_lowered(momentum)).then_some(momentum)
+        (lowers && momentum.traced() != Momentum::None).then_some(momentum)
     };
     let lowered = layers.iter().filter(|_| config.method != Method::Sgd).find_map(of);
     lowered.map_or_else(
         || config.momentum.form().into(),
-        |momentum| format!("{}, less while elements wait", momentum.form()),
+        |momentum| format!("{}, less while elements wait (lower_momentum)", momentum.form()),
     )
 }
 
@@ -66,7 +67,8 @@ pub(crate) fn agreement(layers: &[Layer], choices: &[Choice], config: &Config) -
     ];
     // What the caller says comes first: what differs there is what a user chose, and may be the cause of the rest.
     all.extend(config.agree.iter().cloned());
-    all.extend(of_run(layers, config));
+    all.extend(of_run(layers, config, config.momentum.form().into()));
+    all.push(("lower_momentum".into(), config.lower_momentum.to_string()));
     all.push(("preset".into(), config.preset.name().into()));
     all.push(("exchange".into(), config.exchange().name().into()));
     all.extend(layers.iter().enumerate().map(|(i, layer)| (format!("layer {i}"), layer.name.clone())));

@@ -129,6 +129,11 @@ impl Layers {
         Ok(())
     }
 
+    /// The momentum of a layer's optimizer.
+    pub fn usual_momentum(&self, layer: usize) -> Momentum {
+        self.strengths[layer].usual
+    }
+
     /// A dense layer has nothing that waits.
     pub fn set_rate(&mut self, layer: usize, rate: f32) -> Result<(), SyncError> {
         match self.compressors.get(layer) {
@@ -137,8 +142,13 @@ impl Layers {
         }
     }
 
+    /// The buffer is of the usual momentum.
     pub fn adopt_momentum(&mut self, layer: usize, buffer: &[f32], ranks: usize) -> Result<(), SyncError> {
-        self.change(layer, |compressor| compressor.adopt_momentum(buffer, ranks))
+        let usual = self.strengths.get(layer).map(|strength| strength.usual);
+        self.change(layer, |compressor| {
+            usual.map_or(Ok(()), |usual| compressor.set_momentum(usual))?;
+            compressor.adopt_momentum(buffer, ranks)
+        })
     }
 
     pub fn adopt_adam(&mut self, layer: usize, m: &[f32], q: &[f32], steps: u64) -> Result<(), SyncError> {

@@ -267,8 +267,7 @@ pub(crate) fn sendings(
 /// The momentum of a layer, and whether its residual has less of it while elements wait.
 pub(crate) fn momentum(layer: &Layer, config: &Config) -> (Momentum, bool) {
     let momentum = layer.momentum.unwrap_or(config.momentum);
-    let adam = matches!(momentum, Momentum::Adam(_));
-    (momentum, !config.is_plain() && config.lower_momentum.unwrap_or(!adam))
+    (momentum, config.lower_momentum && !config.is_plain())
 }
 
 /// What the compressor of a layer is made with, if it is compressed.

@@ -9,16 +9,21 @@ use redsync_core::{Adam, Density, Momentum};
 /// From this density on elements hardly wait, and momentum is as it is.
 const WAITS_BELOW: f64 = 1.0 / 16.0;
 
-/// Whether there is so much momentum that it lasts half as long with less of it.
-pub(crate) fn can_be_lowered(momentum: Momentum) -> bool {
-    momentum.coefficient() >= 0.5
-}
+/// For how many steps Adam's momentum lasts at least where elements wait.
+const ADAM_LASTS: f64 = 2.4;
 
-/// With every half of [`WAITS_BELOW`] momentum lasts half as long, as far as there is any.
+/// The momentum of a residual of which so much is sent, and what gradients are multiplied with.
 pub(crate) fn lowered(momentum: Momentum, density: Density) -> (Momentum, f32) {
     let m = f64::from(momentum.coefficient());
     // In all, momentum makes 1/(1-m) gradients of one.
-    let most = (WAITS_BELOW / density.fraction()).min(1.0 / (1.0 - m));
+    let lasts = 1.0 / (1.0 - m);
+    let most = match momentum {
+        // u is not masked, so that it goes on after what was sent, too.
+        Momentum::Adam(_) if density.fraction() < 1.0 => lasts / ADAM_LASTS,
+        Momentum::Adam(_) => 1.0,
+        // With every half of this density it lasts half as long, as far as there is any.
+        _ => (WAITS_BELOW / density.fraction()).min(lasts),
+    };
     let mut factor = 1.0;
     while 2.0 * factor <= most {
         factor *= 2.0;
@@ -47,7 +52,7 @@ mod tests {
 
     #[test]
     fn momentum_lasts_as_much_shorter_as_less_is_sent() {
-        let adam = Momentum::Adam(Adam { beta1: 0.9, ..Adam::default() });
+        let adam = |beta1: f32| Momentum::Adam(Adam { beta1, ..Adam::default() });
         for (momentum, density, less, factor) in [
             (Momentum::Nesterov(0.9), 0.25, 0.9, 1.0),
             (Momentum::Nesterov(0.9), 0.0625, 0.9, 1.0),
@@ -59,7 +64,14 @@ mod tests {
             (Momentum::Plain(0.5), 0.001, 0.0, 2.0),
             (Momentum::Plain(0.4), 0.001, 0.4, 1.0),
             (Momentum::None, 0.001, 0.0, 1.0),
-            (adam, 0.015625, 0.6, 1.0),
+            (adam(0.9), 1.0, 0.9, 1.0),
+            (adam(0.9), 0.25, 0.6, 1.0),
+            (adam(0.9), 0.001, 0.6, 1.0),
+            (adam(0.95), 0.001, 0.6, 1.0),
+            (adam(0.8), 0.01, 0.6, 1.0),
+            (adam(0.7), 0.01, 0.7, 1.0),
+            (adam(0.5), 0.01, 0.5, 1.0),
+            (adam(0.0), 0.01, 0.0, 1.0),
         ] {
             let (is, times) = at(momentum, density);
             let near = |a: f32, b: f32| (a - b).abs() < 1e-5;

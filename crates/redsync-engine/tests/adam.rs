@@ -194,7 +194,7 @@ fn what_residuals_have_gathered_is_handed_back() {
             run(4, move |_, comm| {
                 let config = Config {
                     momentum,
-                    lower_momentum: Some(false),
+                    lower_momentum: false,
                     masking: false,
                     share_moments: Some(0),
                     exchange: Some(exchange),

@@ -148,7 +148,7 @@ fn what_was_sent_and_what_is_kept_are_dense_sgd_together() {
             for (rest, bf16) in [(Rest::EightBit, false), (Rest::TwoBit, true)] {
                 let warm_up = WarmUp::Ramp(RAMP);
                 let exact = config(method, 0.002);
-                let lower_momentum = Some(false);
+                let lower_momentum = false;
                 let config =
                     Config { momentum, lower_momentum, warm_up, bf16, masking: false, rest, ..exact };
                 let expected = dense_sgd(&layers(), 3, RAMP + 5, momentum);

@@ -76,7 +76,7 @@ fn nothing_is_lost_inside_hosts() {
                 let config = Config {
                     momentum: Momentum::Plain(0.9),
                     warm_up: WarmUp::Ramp(40),
-                    lower_momentum: Some(false),
+                    lower_momentum: false,
                     masking: false,
                     rest,
                     ..hosts(config(method, 0.004), rank, on_each)

@@ -62,7 +62,7 @@ fn nothing_is_lost_between_ranks_and_owners() {
                 let config = Config {
                     momentum: Momentum::Plain(0.9),
                     warm_up: WarmUp::Ramp(40),
-                    lower_momentum: Some(false),
+                    lower_momentum: false,
                     masking: false,
                     rest,
                     ..owners(config(method, 0.004))

@@ -20,7 +20,7 @@ fn settings() -> Config {
         momentum: Momentum::Nesterov(0.9),
         clip: Some(3.0),
         clip_power: 0.5,
-        lower_momentum: Some(false),
+        lower_momentum: false,
         warm_up: WarmUp::Dense(2),
         ..config(Method::RgcAsq, 0.05)
     }

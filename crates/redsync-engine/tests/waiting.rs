@@ -45,7 +45,7 @@ fn momentum_is_less_and_gradients_count_for_as_much() {
         for nesterov in [false, true] {
             let momentum = if nesterov { Momentum::Nesterov(0.9) } else { Momentum::Plain(0.9) };
             let lowered = compressed(Config { momentum, ..config(Method::Rgc, density) });
-            let usual = Config { lower_momentum: Some(false), momentum, ..config(Method::Rgc, density) };
+            let usual = Config { lower_momentum: false, momentum, ..config(Method::Rgc, density) };
             let usual = compressed(usual);
             for layer in [0, 2, 3] {
                 let what = format!("{density}, layer {layer}, {momentum}");
@@ -68,11 +68,11 @@ fn as_in_the_paper_and_with_little_momentum_nothing_is_lowered() {
         (Method::RgcAsq, Preset::Carried, Momentum::Nesterov(0.4)),
         (Method::RgcAsq, Preset::Carried, Momentum::None),
     ] {
-        let with = |lower: Option<bool>| {
+        let with = |lower: bool| {
             let usual = config(method, 0.004);
             bits(&compressed(Config { preset, momentum, lower_momentum: lower, ..usual }))
         };
-        assert_eq!(with(None), with(Some(false)), "{method:?} {momentum}");
+        assert_eq!(with(true), with(false), "{method:?} {momentum}");
     }
 }
 
@@ -120,22 +120,23 @@ fn a_schedule_goes_on_from_a_checkpoint_to_the_same_bits() {
 /// A checkpoint says nothing of a setting that is newer, but the run was another one.
 #[test]
 fn a_run_that_was_begun_with_the_usual_momentum_says_so_when_it_is_resumed() {
-    let begun = |lower: Option<bool>| Config {
+    let begun = |lower: bool| Config {
         momentum: Momentum::Nesterov(0.9),
         lower_momentum: lower,
         ..config(Method::RgcAsq, 0.002)
     };
     run(2, move |_, comm| {
-        let mut usual = Replica::new(begun(Some(false)), comm.clone()).unwrap();
+        let mut usual = Replica::new(begun(false), comm.clone()).unwrap();
         (0..3).for_each(|_| usual.step().unwrap());
         let saved = usual.sync.capture(0, Vec::new()).unwrap();
         drop(usual);
-        let mut lowered = Replica::new(begun(None), comm.clone()).unwrap();
+        let mut lowered = Replica::new(begun(true), comm.clone()).unwrap();
         let error = lowered.sync.restore(Ok(saved.clone())).unwrap_err().to_string();
-        let says = "momentum was Nesterov momentum, is Nesterov momentum, less while elements wait";
+        let says =
+            "momentum was Nesterov momentum, is Nesterov momentum, less while elements wait (lower_momentum)";
         assert!(error.contains(says), "{error}");
         drop(lowered);
-        let mut again = Replica::new(begun(Some(false)), comm).unwrap();
+        let mut again = Replica::new(begun(false), comm).unwrap();
         again.sync.restore(Ok(saved)).unwrap();
     });
 }
@@ -153,4 +154,89 @@ fn a_momentum_that_makes_no_sense_is_refused_at_once_where_it_is_lowered_too() {
         }
         replica.step().unwrap();
     });
+}
+
+/// What was applied, what waits and what is to come of the momentum is all that the gradients are worth, no more and no less.
+#[test]
+fn what_is_handed_back_of_a_lowered_momentum_is_worth_what_is_to_come_of_it() {
+    for (momentum, m) in
+        [(Momentum::Plain(0.9), 0.9), (Momentum::Nesterov(0.9), 0.9), (Momentum::Plain(0.5), 0.5)]
+    {
+        for (density, exchange) in [
+            (0.02, Exchange::Gather),
+            (0.01, Exchange::Owners),
+            (0.004, Exchange::Hosts),
+            (0.004, Exchange::Gather),
+        ] {
+            let exchange = Some(exchange);
+            let config = Config { momentum, masking: false, exchange, ..config(Method::Rgc, density) };
+            let found = run(4, move |_, comm| {
+                let mut replica = Replica::new(config.clone(), comm).unwrap();
+                (0..STEPS).for_each(|_| replica.step().unwrap());
+                let gathered = [0, 2, 3].map(|layer| replica.sync.gathered(layer).unwrap().unwrap());
+                (replica.weights, gathered)
+            });
+            for (weights, gathered) in found {
+                for (layer, gathered) in [0, 2, 3].into_iter().zip(gathered) {
+                    let start = &initial_weights(&layers())[layer];
+                    let gradients: Vec<_> = (0..4)
+                        .flat_map(|rank| (0..STEPS).map(move |step| (rank, step)))
+                        .map(|(rank, step)| gradient(rank, step, layer, start.len()))
+                        .collect();
+                    for i in 0..start.len() {
+                        let sum: f64 = gradients.iter().map(|g| f64::from(g[i]) / 4.0).sum();
+                        // With zeros for gradients dense training would still move by this.
+                        let nesterov = if matches!(momentum, Momentum::Nesterov(_)) { m } else { 1.0 };
+                        let to_come = f64::from(gathered.first[i]) * nesterov * m / (1.0 - m);
+                        let moved = f64::from(start[i] - weights[layer][i]) / f64::from(LR);
+                        let (is, worth) = (moved + f64::from(gathered.waiting[i]) + to_come, sum / (1.0 - m));
+                        assert!(
+                            (is - worth).abs() < 1e-4 * (1.0 + worth.abs()),
+                            "{momentum} at {density}, layer {layer}, element {i}: {is}, not {worth}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A schedule moves the momentum during a dense warm-up; the checkpoint is of before the switch, and u starts from what the optimizer has.
+#[test]
+fn a_dense_warm_up_that_is_resumed_hands_its_momentum_over_to_the_same_bits() {
+    for (begins, then) in
+        [(Momentum::Nesterov(0.9), Momentum::Nesterov(0.95)), (Momentum::Plain(0.0), Momentum::Plain(0.9))]
+    {
+        let config = Config { momentum: begins, warm_up: WarmUp::Dense(6), ..config(Method::Rgc, 0.01) };
+        let rest = move |replica: &mut Replica| {
+            for layer in [0, 2, 3] {
+                replica.sync.set_momentum(layer, then).unwrap();
+            }
+            while replica.sync.step() < STEPS {
+                if replica.sync.turns_sparse() {
+                    for layer in [0, 2, 3] {
+                        let buffer = gradient(7, 7, layer, replica.weights[layer].len());
+                        replica.sync.adopt_momentum(layer, &buffer).unwrap();
+                    }
+                }
+                replica.step().unwrap();
+            }
+            (bits(&replica.weights), replica.check().unwrap())
+        };
+        let ends = run(2, move |_, comm| {
+            let mut replica = Replica::new(config.clone(), comm.clone()).unwrap();
+            (0..3).for_each(|_| replica.step().unwrap());
+            let saved = replica.sync.capture(0, Vec::new()).unwrap();
+            let (weights, buffers) = (replica.weights.clone(), replica.buffers.clone());
+            let whole = rest(&mut replica);
+            drop(replica);
+            let mut again = Replica::new(config.clone(), comm).unwrap();
+            again.sync.restore(Ok(saved)).unwrap();
+            (again.weights, again.buffers) = (weights, buffers);
+            (whole, rest(&mut again))
+        });
+        for (whole, again) in ends {
+            assert!(whole == again, "{begins}, then {then}");
+        }
+    }
 }

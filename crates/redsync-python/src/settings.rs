@@ -32,8 +32,7 @@ pub struct Settings {
     host: Option<String>,
     at_least: usize,
     masking: bool,
-    /// None: with SGD.
-    lower_momentum: Option<bool>,
+    lower_momentum: bool,
     keep: f32,
     /// Within how many steps second moments are told; 0 for never.
     share_moments: Option<u64>,

@@ -151,8 +151,8 @@ def test_what_was_gathered_is_handed_back_and_dense_training_goes_on(make):
         optimizer = make(model)
         attachment = None
         if compressed:
-            settings = {"method": "rgc", "density": 0.05, "warmup": 0, "rest": "f32", "bf16": False, "masking": False}
-            attachment = redsync.attach(model, optimizer, share_moments=0, **settings)
+            exact = {"rest": "f32", "bf16": False, "masking": False, "lower_momentum": False}
+            attachment = redsync.attach(model, optimizer, method="rgc", density=0.05, warmup=0, share_moments=0, **exact)
         for number in range(20):
             if attachment is not None and number == 12:
                 attachment.close(hand_back=True)

@@ -94,8 +94,7 @@ pub struct Settings {
     pub figures: Option<Figures>,
     pub warm_up: WarmUp,
     pub masking: bool,
-    /// None: with SGD.
-    pub lower_momentum: Option<bool>,
+    pub lower_momentum: bool,
     pub bf16: bool,
     /// Within how many steps second moments are told; 0 for never.
     pub share_moments: Option<u64>,
@@ -190,7 +189,7 @@ impl Settings {
             figures: None,
             warm_up: WarmUp::usual(Preset::Carried, epochs),
             masking: true,
-            lower_momentum: None,
+            lower_momentum: true,
             bf16: Config::default().bf16,
             share_moments: None,
             every: None,

@@ -114,7 +114,7 @@ pub struct Options {
     #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
     pub masking: Option<bool>,
     /// While less than a sixteenth of a layer is sent: less momentum, of the same strength, since what waits in a residual acts like momentum
-    /// too. 0.9 becomes 0.8 at 3.1%, 0.6 at 1.6%, and 0.2 below 0.8% [default: true; false with adamw]
+    /// too. 0.9 becomes 0.8 at 3.1%, 0.6 at 1.6%, and 0.2 below 0.8%; with adamw 0.6 as soon as not everything is sent [default: true]
     #[arg(long, help_heading = "Compression", num_args = 0..=1, default_missing_value = "true")]
     pub lower_momentum: Option<bool>,
     /// Send values that are not quantized as bf16, or in eight bits (the output layer with rgc+asq), the error kept for later
@@ -134,7 +134,7 @@ pub struct Options {
     /// sgd, momentum, nesterov or adamw [default: nesterov, sgd for LSTMs]
     #[arg(long, help_heading = "Training")]
     pub optimizer: Option<String>,
-    /// Coefficient of the momentum [default: 0.9]. What waits in a residual acts like momentum: adamw that compresses does better with 0.5
+    /// Coefficient of the momentum [default: 0.9]
     #[arg(long, help_heading = "Training")]
     pub momentum: Option<f32>,
     /// Coefficient of adamw's second moment [default: 0.95]
@@ -229,11 +229,10 @@ impl Options {
         macro_rules! set {
             ($($field:ident)*) => { $(if let Some(value) = &self.$field { s.$field = value.clone(); })* };
         }
-        set!(data density at_least outer_rate keep auto masking bf16 epochs batch_size bptt momentum beta2 lr lr_warm_up_epochs
-            weight_decay seed log_every check_every checkpoint_every);
+        set!(data density at_least outer_rate keep auto masking lower_momentum bf16 epochs batch_size bptt momentum beta2 lr
+            lr_warm_up_epochs weight_decay seed log_every check_every checkpoint_every);
         (s.train_limit, s.test_limit, s.stop_after) = (self.train_limit, self.test_limit, self.stop_after);
         (s.share_moments, s.whole_output) = (self.share_moments, self.whole_output);
-        s.lower_momentum = self.lower_momentum;
         (s.dense_below, s.checkpoint_dir) = (self.dense_below, self.checkpoint_dir.clone());
         s.ranks_per_host = self.ranks_per_host;
         s.clip_power = self.clip_power.unwrap_or(s.clip_power);
