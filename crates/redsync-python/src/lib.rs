@@ -28,8 +28,6 @@ mod _redsync {
         conformance_cases, conformance_give_up, conformance_run, conformance_time, conformance_try,
     };
     #[pymodule_export]
-    use crate::settings::usual_rest;
-    #[pymodule_export]
     use crate::state::{State, checksum};
     #[pymodule_export]
     use crate::synchronizer::Synchronizer;

@@ -7,12 +7,6 @@ use redsync_engine::{Choice, Config, Exchange, Kind, Layer, Method, Preset, Rest
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How biases and normalization travel where nothing was said.
-#[pyfunction]
-pub fn usual_rest(adam: bool, density: f64) -> &'static str {
-    Rest::usual(adam, density).name()
-}
-
 /// The settings of a run, by name.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
@@ -23,7 +17,8 @@ pub struct Settings {
     density: f64,
     /// None: the plan's own limit.
     dense_below: Option<usize>,
-    rest: String,
+    /// None: the usual one.
+    rest: Option<String>,
     /// None: with Adam, where that is cheap.
     whole_output: Option<bool>,
     /// None: gather, or with figures what is predicted to be faster.
@@ -90,8 +85,8 @@ impl Settings {
         self.plan == "measured"
     }
 
-    /// What the engine is told.
-    pub fn config(&self) -> PyResult<Config> {
+    /// What the engine is told of a run with these layers.
+    pub fn config(&self, layers: &[Layer]) -> PyResult<Config> {
         let methods = Method::ALL.map(Method::name).join(", ");
         let method = Method::from_name(&self.method)
             .ok_or_else(|| wrong(format!("no method {:?}: choose one of {methods}", self.method)))?;
@@ -110,8 +105,10 @@ impl Settings {
             (other, _) => return Err(wrong(format!("no warm-up {other:?}: choose dense or ramp"))),
         };
         let rests = Rest::ALL.map(Rest::name).join(", ");
-        let rest = Rest::from_name(&self.rest)
-            .ok_or_else(|| wrong(format!("no rest {:?}: choose one of {rests}", self.rest)))?;
+        let none = |name: &String| wrong(format!("no rest {name:?}: choose one of {rests}"));
+        let named = |name: &String| Rest::from_name(name).ok_or_else(|| none(name));
+        let adam = layers.iter().any(|layer| matches!(layer.momentum, Some(Momentum::Adam(_))));
+        let rest = self.rest.as_ref().map_or_else(|| Ok(Rest::usual(adam, self.density)), named)?;
         let exchanges = Exchange::ALL.map(Exchange::name).join(", ");
         let known = |name: &String| {
             let none = || wrong(format!("no exchange {name:?}: choose one of {exchanges}"));

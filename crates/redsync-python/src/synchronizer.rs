@@ -62,8 +62,9 @@ impl Synchronizer {
         devices: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let comm: Arc<dyn Communicator> = group.communicator()?;
-        let config = settings.config().inspect_err(|error| comm.give_up(&error.value(py).to_string()))?;
         let layers: Vec<engine::Layer> = parameters.iter().map(settings::layer).collect();
+        let told = settings.config(&layers);
+        let config = told.inspect_err(|error| comm.give_up(&error.value(py).to_string()))?;
         let made = py.detach(|| {
             let mut config = config;
             if settings.is_measured() && config.method != Method::Sgd {

@@ -109,8 +109,8 @@ def linear_run(steps, nesterov, settings):
 @pytest.mark.parametrize("warmup", [0, 5, ("ramp", 20)])
 @pytest.mark.parametrize("rest", ["8bit", "2bit"])
 def test_what_was_applied_and_what_is_kept_are_dense_sgd_together(rest, warmup, nesterov):
-    """Nothing is lost and momentum acts once, whatever is left out, rounded or sent at another density."""
-    settings = {"density": 0.01, "masking": False, "rest": rest, "warmup": warmup}
+    """Nothing is lost and the usual momentum acts once, whatever is left out, rounded or sent at another density."""
+    settings = {"density": 0.01, "masking": False, "lower_momentum": False, "rest": rest, "warmup": warmup}
     dense = on_ranks(2, linear_run, 30, nesterov, None)
     ours = on_ranks(2, linear_run, 30, nesterov, settings)
     for name in ("weight", "bias"):
@@ -119,6 +119,32 @@ def test_what_was_applied_and_what_is_kept_are_dense_sgd_together(rest, warmup, 
         for (theirs, _, _), (mine, _, held) in zip(dense, ours):
             assert not held, "the optimizer keeps momentum of a layer whose compressor has it"
             torch.testing.assert_close(mine[name].double() - 0.1 * kept, theirs[name].double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make, lowered",
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), 0.2),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True), 0.2),
+        (lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), 0.6),
+    ],
+)
+def test_momentum_is_less_where_elements_wait_and_the_optimizer_keeps_its_own(make, lowered):
+    def run(settings):
+        layer = torch.nn.Linear(64, 64)
+        model = ddp(layer)
+        optimizer = make(model)
+        attachment = redsync.attach(model, optimizer, density=0.001, at_least=1, warmup=0, output="bias", **settings)
+        for _ in range(2):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+        (group,) = optimizer.param_groups
+        saved = attachment.state_dict()["layers"]["weight"]
+        coefficient = saved["adam" if "adam" in saved else "momentum"][0]
+        return round(float(coefficient), 5), group["betas"][0] if "betas" in group else group["momentum"]
+
+    for settings, expected in [({}, lowered), ({"lower_momentum": False}, 0.9)]:
+        assert on_ranks(2, run, settings) == [(expected, 0.9)] * 2
 
 
 def test_eight_bits_follow_dense_sgd_at_every_step():

@@ -6,17 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .settings import Rest
-
 VERSION: str
 
 Rule = tuple[str, float, float, float]
 
 def checksum(state: dict[str, Any]) -> str:
     """The checksum of a state, which covers every number of it."""
-
-def usual_rest(adam: bool, density: float) -> Rest:
-    """How biases and normalization travel where nothing was said; `adam`: with its second moments."""
 
 class Group:
     """The ranks of a process group, as the engine sees them. Made by all of them."""

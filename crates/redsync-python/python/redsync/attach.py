@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ._redsync import usual_rest
 from .attachment import Attachment, is_attached
 from .errors import UsageError
 from .gradients import Gradients
@@ -164,8 +163,6 @@ def attach(
         method = "rgc+2bit" if every is not None or adam else "rgc+asq"
     if density is None:
         density = 1 / 64 if every is not None else 0.01 if adam else 0.001
-    if rest is None:
-        rest = usual_rest(adam and every is None, density)
     plan, choices = (plan, {}) if isinstance(plan, str) else ("carried", dict(plan))
     settings: dict[str, Any] = {
         "method": method,
