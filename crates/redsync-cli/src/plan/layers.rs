@@ -1,6 +1,6 @@
 //! The layers of a model that is not built in: one line per parameter tensor, its name and its shape.
 //!
-//! In PyTorch: `for name, p in model.named_parameters(): print(name, *(p.shape or [1]))`.
+//! In PyTorch: `for name, p in model.named_parameters(): print(name, *(p.shape or (1,)))`.
 
 use anyhow::{Context, Result, bail};
 use redsync_engine::{Kind, Layer};

@@ -29,7 +29,7 @@ pub struct ModelArgs {
     #[arg(long, default_value = "vgg16-cifar", value_parser = parse_model)]
     pub model: String,
     /// File with one line per parameter tensor, its name and its shape, instead of --model; in PyTorch:
-    /// for name, p in model.named_parameters(): print(name, *(p.shape or [1]))
+    /// for name, p in model.named_parameters(): print(name, *(p.shape or (1,)))
     #[arg(long, conflicts_with = "model")]
     pub layers: Option<PathBuf>,
     /// Fraction of a compressed layer that is sent [default: 0.001; 0.01 with adamw]
