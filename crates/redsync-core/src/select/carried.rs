@@ -16,14 +16,10 @@ fn margin(k: usize, too_high: bool) -> usize {
     (if too_high { k / 2 } else { k / 8 }) + 3 * k.isqrt() / 2
 }
 
-/// Candidates that must not be lost: enough for the rank of the next threshold to be seen, whatever it is.
-fn keep(k: usize) -> usize {
-    (2 * k).max(k + margin(k, true))
-}
-
 pub(super) fn wants(memory: &Remembered, k: usize) -> Wanted {
     let floor = memory.threshold;
-    Wanted { floor, keep: keep(k), enough: if floor > 0.0 { k } else { 0 }, stats: false }
+    // Those must not be lost among which the rank of the next threshold is; where the floor is too high, others are looked for.
+    Wanted { floor, keep: k + margin(k, false), enough: if floor > 0.0 { k } else { 0 }, stats: false }
 }
 
 pub(super) fn choose<E: Elements>(

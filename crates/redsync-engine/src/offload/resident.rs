@@ -10,6 +10,9 @@ use std::borrow::Cow;
 
 /// Elements that fit beyond twice those that must not be lost.
 const SPARE: usize = 4096;
+/// The same of a small layer, beyond an eighth more: a device passes over it once more in no time, so that of many the largest are found
+/// there, and few cross.
+const SPARE_OF_SMALL: usize = 32;
 
 /// u and v on a device.
 pub(super) struct Resident<K> {
@@ -94,7 +97,8 @@ impl<K: Kernels> Resident<K> {
     }
 
     fn seek(&self, phase: Phase, floor: f32, keep: usize) -> Seek {
-        let capacity = keep + self.room.unwrap_or(keep + SPARE);
+        let usual = if self.n <= COPIED { keep / 8 + SPARE_OF_SMALL } else { keep + SPARE };
+        let capacity = keep + self.room.unwrap_or(usual);
         Seek { phase, floor, capacity: capacity.min(self.n), enough: 0 }
     }
 
