@@ -113,6 +113,11 @@ fn copied(tensor: &Tensor) -> Result<Vec<f32>, DeviceError> {
 }
 
 impl Kernels for There {
+    /// For a bucket.
+    fn waits_for_many(&self) -> bool {
+        true
+    }
+
     fn make_u(&mut self) -> Result<(), DeviceError> {
         Python::attach(|py| self.0.call_method0(py, "make_u")).map(drop).map_err(failed)
     }

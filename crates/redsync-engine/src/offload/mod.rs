@@ -138,6 +138,11 @@ pub trait Kernels: Send {
     /// Makes a u of zeros; there is none before.
     fn make_u(&mut self) -> Result<(), DeviceError>;
 
+    /// Whether what several layers found is waited for at once, so that to look once more costs a wait of its own.
+    fn waits_for_many(&self) -> bool {
+        false
+    }
+
     /// The next call will be [`Kernels::accumulate`] with the same arguments: the pass may begin. Comes for several layers before the
     /// first of them is accumulated, so that what all of them found can be had at once.
     fn announce(&mut self, _: &dyn Source, _: &Pass, _: Option<Seek>) -> Result<(), DeviceError> {

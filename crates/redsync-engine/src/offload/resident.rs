@@ -10,8 +10,8 @@ use std::borrow::Cow;
 
 /// Elements that fit beyond twice those that must not be lost.
 const SPARE: usize = 4096;
-/// The same of a small layer, beyond an eighth more: a device passes over it once more in no time, so that of many the largest are found
-/// there, and few cross.
+/// The same of a small layer, beyond an eighth more, whose device is waited for layer by layer: it passes over it once more in no time, so
+/// that of many the largest are found there, and few cross.
 const SPARE_OF_SMALL: usize = 32;
 
 /// u and v on a device.
@@ -97,7 +97,8 @@ impl<K: Kernels> Resident<K> {
     }
 
     fn seek(&self, phase: Phase, floor: f32, keep: usize) -> Seek {
-        let usual = if self.n <= COPIED { keep / 8 + SPARE_OF_SMALL } else { keep + SPARE };
+        let small = self.n <= COPIED && !self.kernels.waits_for_many();
+        let usual = if small { keep / 8 + SPARE_OF_SMALL } else { keep + SPARE };
         let capacity = keep + self.room.unwrap_or(usual);
         Seek { phase, floor, capacity: capacity.min(self.n), enough: 0 }
     }
